@@ -2,7 +2,7 @@
 
 All workers run the same script, so objects defined by the script are pickled by name: a class or enum is resolved to
 the receiver's definition, so that ``state.phase is Phase.MAIN`` holds on every worker. Objects without an importable
-name (a lambda, a class defined in a function, objects from the launcher's script) are pickled by value, with
+name (lambdas, classes defined in a function, objects from the launcher's script) are pickled by value, with
 cloudpickle.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-_YOUNGER_THAN_STORAGES = frozenset(  # dtypes that torch can pickle but not unpickle
+_YOUNGER_THAN_STORAGES = frozenset(  # dtypes that torch can pickle but can't unpickle
     dtype
     for name, dtype in vars(torch).items()
     if name.startswith(("uint16", "uint32", "uint64", "float8", "complex32"))
@@ -25,14 +25,15 @@ _YOUNGER_THAN_STORAGES = frozenset(  # dtypes that torch can pickle but not unpi
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler that pickles objects by name if possible, and otherwise by value. Raises the errors of pickle."""
+    """Pickler that pickles objects by name if possible, and otherwise by value. Raises pickle's exceptions."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, (type, FunctionType)) and _defined_by_the_script(value):
-            return NotImplemented  # Pickle the object by name.
+            # Returning NotImplemented makes pickle use its default, which is by name.
+            return NotImplemented
         if isinstance(value, torch.Tensor) and value.dtype in _YOUNGER_THAN_STORAGES:
             content = value.detach().cpu().reshape(-1).view(torch.uint8)
             return _viewed, (content, value.dtype, value.shape, value.requires_grad)

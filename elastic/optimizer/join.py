@@ -1,9 +1,9 @@
 """`join`: lets a rank without more data contribute zeros to reductions until all ranks have joined.
 
-The engine handles named collectives. Gradients of a DistributedOptimizer are not negotiated in every step, so this
-module handles them: a joined rank contributes zeros to the first buffer of every plan, and once more when plans are
-agreed (see `gradients/plan_agreement.py`). Joined ranks therefore cause no additional message in the steps of ranks
-with data.
+The negotiation engine handles named collectives. The gradients of a DistributedOptimizer are not negotiated in every
+step, so this module handles them: a joined rank always has a contribution of zeros pending for the first buffer of
+every plan, and for the next agreement on a plan (see `gradients/plan_agreement.py`). Joined ranks therefore cause no
+additional messages in the steps of other ranks.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from elastic.optimizer.gradients import (
 from elastic.optimizer.gradients.joined_rank import JoinedRank, Members
 from elastic.runtime import lifecycle
 
-# Polling intervals in seconds, shortly after an event and later. Other ranks wait for a joined rank only in the second
-# and later buffers of a step.
+# Shortest and longest polling interval in seconds. Polling is cheap for the other ranks: they wait for a joined rank
+# only in the second and later buffers of a step.
 SOON_S = 0.0002
 LATER_S = 0.001
-# interval in seconds between two checks whether the other ranks are creating a group
+# interval in seconds between checks whether the other ranks are creating a group
 FORMING_S = 0.05
 
 
 def _is_divided() -> bool:
-    # Not a for loop, because the loop variable would keep a dropped optimizer alive.
+    # Use a generator: the variable of a for loop would keep a dropped optimizer alive.
     return any(hasattr(each.optimizer, "zero_order") for each in gradient_reducer.reducers())
 
 
 def join(device: int = -1) -> int:
-    """Wait until all ranks have joined, and return the last rank to join. Call this on a rank without more data.
+    """Wait until all ranks have joined, and return the last rank to join. Call this on a rank that has run out of data.
 
     Until then, this rank contributes zeros to the other ranks' allreduces (an average is still divided by the number of
     all ranks) and to the gradients of their DistributedOptimizers. This rank's own parameters, gradients and optimizers
@@ -58,7 +58,8 @@ def join(device: int = -1) -> int:
     """
     rt = lifecycle.current()
     if _is_divided():
-        gc.collect()  # An optimizer that the script has dropped must not take part.
+        # Collect optimizers that the script has dropped, so that they are not counted.
+        gc.collect()
     if _is_divided():
         raise Invalid(
             "join() can't be used with a DistributedOptimizer that has zero=1, because a joined rank does not"
@@ -71,15 +72,14 @@ def join(device: int = -1) -> int:
     noted = False
     pause_s = SOON_S
     while True:
-        # Leave the guard after each turn with an event, so that the driver receives this worker's progress.
+        # Leave the guard after each event, so that the driver receives this worker's progress.
         with rt.guard("join"):
             while not noted and not rt.broken:
-                # Other ranks can finish a reduction only with this rank's zeros, so register this join before
-                # contributing any.
+                # As soon as this rank contributes zeros, other ranks can finish a reduction. Register the join first.
                 noted = submission.join_noted(handle)
                 if not noted:
                     time.sleep(SOON_S)
-            if shared is None:  # This rank contributes zeros from here on.
+            if shared is None:  # This rank contributes zeros from now on.
                 shared = [_SharedPlans(rt, members) for members in _sharing_optimizers(rt)]
             while True:
                 if last is None and submission.poll(handle):
@@ -123,7 +123,7 @@ class _SharedPlans:
         return not waits and all(each.over for each in self._shadows.values())
 
     def turn(self, now: float, all_joined: bool) -> bool:
-        """Take part in pending agreements on plans and in pending steps. Return whether any was pending."""
+        """Take part in pending agreements and steps. Return whether there were any."""
         moved = self._proposed is None and self._look(now, all_joined)
         for each in self._shadows.values():
             if each.done():
@@ -136,11 +136,12 @@ class _SharedPlans:
 
     def _look(self, now: float, all_joined: bool) -> bool:
         if all_joined and not self._known.channel_open:
-            # No rank will take part in an agreement, and rank 0, which forms groups, may have exited.
+            # No rank will agree on another plan, and rank 0, which creates groups, may have exited.
             return False
         types = [joined_rank.CPU.type]
         if not self._known.agreed and torch.cuda.is_available():
-            types.append("cuda")  # The first plan is agreed on the device of its gradients.
+            # The first plan is agreed on the device of its gradients, which may be a GPU.
+            types.append("cuda")
         if not self._known.channel_open:
             if now < self._look_at:
                 return False

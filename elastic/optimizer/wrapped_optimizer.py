@@ -16,7 +16,7 @@ from elastic.failpoints import failpoint
 from elastic.optimizer.gradients import gradient_layout
 from elastic.runtime import lifecycle
 
-# default name of a parameter, with the index of its group and its index in the group
+# default name of a parameter, formatted with the index of its group and its index in the group
 UNNAMED = "allreduce.noname.{}.{}"
 
 
@@ -39,18 +39,18 @@ class Reducer(Protocol):
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """Methods that `DistributedOptimizer` adds to an optimizer's class.
+    """Methods that `DistributedOptimizer` adds to the class of the wrapped optimizer.
 
-    They take precedence over those of the class.
+    They take precedence over the methods of that class.
     """
 
     gradients_made: gradient_layout.OptimizerArguments
     _parameter_names: dict[torch.Tensor, str]
-    _synchronized: bool  # whether the user has called synchronize() since the last step
+    _synchronized: bool  # whether the script has called synchronize() since the last step
     _synchronized_for_scaler: bool
     _should_synchronize: bool
     _reducer: Reducer
-    # original optimizer of the user; a scheduler that was created with it uses its groups and its step()
+    # the user's original optimizer; a scheduler that was created with it uses its groups and its step()
     _unwrapped: weakref.ref[torch.optim.Optimizer]
 
     @property
@@ -58,7 +58,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self._reducer.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backward passes per step. Call it between steps, on all ranks.
+        """Set the number of backward passes per step. Call this between steps, on all ranks.
 
         Raises:
             Invalid: the number is less than 1.
@@ -67,7 +67,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._reducer.set_passes(passes)
 
     def gradient_layout(self, name: str) -> list[str]:
-        """Return the optimizer's part of the state's layout, as lines that must be equal on all ranks.
+        """Return this optimizer's part of the description of the state, as lines that must be equal on all ranks.
 
         See `elastic.optimizer.gradients.gradient_layout`.
         """
@@ -75,7 +75,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return gradient_layout.lines(name, self.gradients_made, parameters, self._parameter_names)
 
     def gradient_bytes(self) -> int:
-        """Return the size in bytes of the CPU buckets for the optimizer's gradients, as far as known before a step."""
+        """Return the size in bytes of the CPU buckets for the gradients, as far as it is known before the first
+        step.
+        """
         options = self.gradients_made.options
         if options.op is Op.ADASUM or self.gradients_made.shards is not None or not options.casts:
             return 0
@@ -87,14 +89,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
         )
 
     def parameter_name(self, parameter: torch.Tensor) -> str:
-        """Return the name of a parameter in ``named_parameters``."""
+        """Return the name that ``named_parameters`` gives a parameter."""
         return self._parameter_names.get(parameter, "a parameter without a name")
 
     def synchronize(self) -> None:
         """Wait until every parameter's ``grad`` is reduced. Collective.
 
-        All ranks must call it the same number of times. Call ``step()`` inside `skip_synchronize` afterwards. Not
-        needed if the last backward pass of a step has already completed the reduction: see
+        All ranks must call it the same number of times. Afterwards, call ``step()`` inside `skip_synchronize`. The call
+        is not needed if the last backward pass of a step has already completed the reduction: see
         `elastic.optimizer.gradients.gradient_reducer`.
 
         Raises:
@@ -121,7 +123,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients, apply them with the wrapped optimizer's ``step``, and return its result.
 
-        Gradients that ``closure`` computes are reduced at each call of ``closure``.
+        If ``closure`` is given, gradients are reduced after each of its calls.
 
         Raises:
             PeerLost: a rank was lost.
@@ -143,15 +145,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self._apply_gradients(super().step, closure)
 
     def _begin_step(self) -> None:
-        # Recorded before values change, so that a step that fails midway does not leave the state marked as unchanged.
+        # Count the step before values change: even if it fails midway, the state must not look unchanged.
         lifecycle.current().activity += 1
         if (unwrapped := self._unwrapped()) is not None:
-            # Otherwise its schedulers warn that they step before the optimizer.
+            # Without this flag, schedulers warn that they were stepped before the optimizer.
             unwrapped._opt_called = True  # type: ignore[attr-defined]
         failpoint("optimizer-step")
 
-    # torch wraps the step() of each class once, for profiling and step hooks. The user's class is already wrapped, so
-    # wrapping this class as well would run step hooks twice.
+    # torch wraps the step() of each class once, to run profiling and step hooks. The user's class is already wrapped:
+    # if this class were wrapped as well, step hooks would run twice.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -174,9 +176,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state with the wrapped optimizer's method, and reset the count of backward passes."""
+        """Load a state with the wrapped optimizer's method, and reset the counts of backward passes."""
         super().load_state_dict(state_dict)
-        # load_state_dict() has replaced ``state`` and ``param_groups``.
+        # load_state_dict() has replaced ``state`` and ``param_groups``, which are shared with the original optimizer.
         if (unwrapped := self._unwrapped()) is not None:
             unwrapped.param_groups, unwrapped.state = self.param_groups, self.state
         self._reset_passes()
@@ -192,7 +194,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def _reset_passes(self) -> None:
         """Abandon the current step.
 
-        `State.restore` calls this method, because no gradient of an aborted step is ever used.
+        Called by `State.restore`, because gradients of an aborted step are never used.
         """
         self._reducer.discard()
         self._synchronized = self._synchronized_for_scaler = False
@@ -211,7 +213,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler.step() reads this attribute before it checks the gradients for infinities and possibly skips
+        # GradScaler.step() reads this attribute before it checks the gradients for non-finite values and possibly skips
         # step(). It must check reduced gradients, so that all ranks make the same decision.
         if self._should_synchronize and self._reducer.pending:
             self._reducer.finish()
@@ -223,7 +225,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self.__dict__["_step_supports_amp_scaling"] = supports
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles have the user's class, because hooks and buffers belong to this process.
+        # Hooks and buffers belong to this process, so copies and pickles get the user's original class.
         classes = type(self).__mro__
         user_class = classes[classes.index(WrappedOptimizer) + 1]
         return (user_class.__new__, (user_class,), self.__getstate__())
@@ -235,12 +237,13 @@ def wrap(
     names: dict[torch.Tensor, str],
     made: gradient_layout.OptimizerArguments,
 ) -> WrappedOptimizer:
-    """Create an instance of ``wrapped_class`` with the contents of ``optimizer``.
+    """Create an instance of ``wrapped_class`` that shares the contents of ``optimizer``.
 
-    Call `reduce_with` before using it.
+    Call `reduce_with` before the first use.
     """
     wrapped = wrapped_class.__new__(wrapped_class)
-    # A scheduler created earlier has patched step() of the optimizer. The patched version does not reduce gradients.
+    # A scheduler that was created earlier has patched the optimizer's step(). Drop the patch, because it bypasses the
+    # reduction.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
     wrapped._unwrapped = weakref.ref(optimizer)
     wrapped._parameter_names = names
@@ -252,7 +255,7 @@ def wrap(
 
 
 def reduce_with(wrapped: WrappedOptimizer, reducer: Reducer) -> None:
-    """Set the object that reduces the optimizer's gradients or steps."""
+    """Set the reducer of the optimizer's gradients or steps."""
     wrapped._reducer = reducer
 
 

@@ -1,4 +1,4 @@
-"""Differing collective calls of ranks, and their description in error messages. Pure: no I/O, no clock."""
+"""Collective calls that differ between ranks, and their description in error messages. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ DISTINCT = 16  # maximum number of calls reported to the driver
 
 
 class Called(msgspec.Struct, frozen=True, array_like=True):
-    """Call of a collective by one rank. Unknown fields are empty.
+    """One rank's call of a collective. Unknown fields are empty.
 
     Args:
-        line: line of the script, such as ``train.py:12``.
+        line: line of the script that made the call, such as ``train.py:12``.
         tensors: dtypes and shapes of the tensors, such as ``float32 [3]``.
     """
 
@@ -28,16 +28,18 @@ Calls = Annotated[tuple[Called, ...], msgspec.Meta(max_length=DISTINCT)]
 
 
 def distinct(calls: Iterable[Called]) -> tuple[Called, ...]:
-    """Return one call of each kind: that of the lowest rank.
+    """Return one call for each distinct name, line and tensors: that of the lowest rank.
 
-    Limited to the maximum number of calls in a message.
+    At most `DISTINCT` calls are returned, the maximum in a message.
     """
     found = {(each.name, each.line, each.tensors): each for each in reversed([*calls])}
     return tuple(sorted(found.values(), key=lambda each: each.rank)[:DISTINCT])
 
 
 def sentence(calls: Sequence[Called]) -> str:
-    """Describe calls, as in ``rank 0: allreduce at train.py:3; ranks 1, 2: broadcast at train.py:5``."""
+    """Return a sentence about ranks' calls, with parts such as ``rank 0: allreduce at train.py:3; ranks 1, 2:
+    broadcast``.
+    """
     by_call: dict[tuple[str, str, str], list[int]] = {}
     for each in calls:
         by_call.setdefault((each.name, each.tensors, each.line), []).append(each.rank)
@@ -53,7 +55,7 @@ def sentence(calls: Sequence[Called]) -> str:
 
 
 def message_sentence(calls: Sequence[Called]) -> str:
-    """Describe point-to-point messages, as in ``rank 0: send of float32 [5]; rank 1: recv of float32 [3]``."""
+    """Return a sentence about sends and receives, with parts such as ``rank 0: send of float32 [5]; rank 1: recv``."""
     parts = "; ".join(f"rank {each.rank}: {each.name} of {each.tensors}" for each in calls)
     return f"a message does not fit its recv: {parts}; both tensors need the same dtype and number of elements"
 

@@ -1,13 +1,13 @@
-"""Detection of files that have changed since this process started, by their timestamps."""
+"""Detects files that have changed since this process started, by their timestamps."""
 
 from __future__ import annotations
 
 import os
 import time
 
-# The kernel records process starts in ticks of 10 ms, and file times from a clock that advances every 1 to 10 ms.
+# The kernel counts process start times in ticks of 10 ms, and file times in steps of 1 to 10 ms.
 ERROR_S = 0.03
-COARSE_S = 2.0  # seconds; resolution of FAT's file times, the coarsest of any file system
+COARSE_S = 2.0  # resolution in seconds of file times on FAT, the coarsest of any file system
 
 
 def process_began_at() -> float:
@@ -19,7 +19,7 @@ def process_began_at() -> float:
 
 
 def changed_since(path: str, began_at: float) -> bool:
-    """Return whether the file may have changed since ``began_at``, in seconds since 1970.
+    """Return whether a file may have changed since ``began_at``, a time in seconds since 1970.
 
     Raises:
         OSError: the file does not exist or cannot be accessed.

@@ -4,13 +4,14 @@
     body     one message as MessagePack; empty in a sealed frame: a heartbeat
     16 bytes tag, once the connection is sealed
 
-The tag is an HMAC-SHA256, truncated to 16 bytes, over the frame's number in its direction and the body. Each direction
-of each connection has a separate key, derived from a secret and the nonces of both ends. Without the secret, a frame
-cannot be forged, changed, repeated, dropped, reflected or moved without detection. Frames are not encrypted.
+The tag is an HMAC-SHA256, truncated to 16 bytes, over the body and the frame's number; frames are numbered in each
+direction. Each direction of each connection has a separate key, derived from a secret and the nonces of both ends.
+Without the secret, a frame cannot be forged, changed, repeated, dropped, reflected or moved without detection. Frames
+are not encrypted.
 
 Control connections are sealed after a challenge. On connections between ranks, for the store of a generation and for
-the negotiation of named collectives, the caller sends its nonce, NONCE_BYTES, followed by sealed frames: the tag of its
-first frame proves that the caller has the secret. Each use has a separate secret, see `derived`.
+the negotiation of named collectives, the caller sends its nonce of NONCE_BYTES, followed by sealed frames: the tag of
+the caller's first frame proves that it has the secret. Each kind of connection has a separate secret, see `derived`.
 """
 
 from __future__ import annotations
@@ -25,31 +26,34 @@ import msgspec
 from elastic.protocol.messages import HANDSHAKE_LIMIT, RELAY_LIMIT, ProtocolError, encoded
 
 TAG_BYTES = 16
-NONCE_BYTES = 32  # number of bytes of a nonce; each end uses a new one for every connection
-SHOWN = 200  # maximum number of characters of an unauthenticated peer's text that an error quotes
+NONCE_BYTES = 32  # length of a nonce in bytes; each end creates a new nonce for every connection
+SHOWN = 200  # maximum number of characters that an error quotes from an unauthenticated peer
 
 
 def proof(secret: bytes, role: str, challenge: bytes, own: bytes, who: str) -> bytes:
-    """Return the HMAC-SHA256 (32 bytes) over both nonces, the role and the caller's name.
+    """Return a proof that this end has the secret: an HMAC-SHA256 (32 bytes) over both nonces, the role and the
+    caller's name.
 
-    With these inputs, a proof cannot be reflected or reused on another connection.
+    Because of these inputs, a peer cannot reflect a proof or reuse it on another connection.
     """
     text = b"|".join((b"hvd-elastic", role.encode(), challenge, own, who.encode()))
     return hmac.digest(secret, text, hashlib.sha256)
 
 
 def derived(secret: bytes, purpose: str, generation: int) -> bytes:
-    """Return a secret (32 bytes) for one use in one generation. Frames sealed with another secret are rejected."""
+    """Derive a secret (32 bytes) for one kind of connection in one generation. Frames sealed with any other are
+    rejected.
+    """
     text = f"hvd-elastic {purpose}|{generation}"
     return hmac.digest(secret, text.encode(), hashlib.sha256)
 
 
 class FramedConnection:
-    """Encoder of outgoing and decoder of incoming frames at one end of a connection.
+    """Encodes outgoing frames and decodes incoming ones at one end of a connection.
 
     Args:
         decoder: decoder of the peer's messages.
-        limit: maximum size of a frame in bytes before `seal` is called.
+        limit: maximum size of a frame in bytes, until `seal` sets another.
     """
 
     def __init__(
@@ -64,10 +68,10 @@ class FramedConnection:
     def seal(
         self, secret: bytes, *, mine: bytes, theirs: bytes, caller: bool, limit: int = RELAY_LIMIT
     ) -> None:
-        """Seal all frames from here on.
+        """Seal all frames from now on, in both directions.
 
         Args:
-            secret: secret of the connection.
+            secret: secret that both ends have.
             mine: nonce of this end. One of the two nonces may be empty.
             theirs: nonce of the other end.
             caller: whether this end opened the connection.
@@ -84,7 +88,7 @@ class FramedConnection:
         self._limit = limit
 
     def expect(self, decoder: msgspec.msgpack.Decoder[Any], limit: int) -> None:
-        """Set the type of the peer's messages from here on."""
+        """Set the type of the peer's messages from now on."""
         self._decoder, self._limit = decoder, limit
 
     def frame(self, message: msgspec.Struct) -> bytes:
@@ -95,13 +99,12 @@ class FramedConnection:
         return self.frame_of(encoded(message))
 
     def frame_of(self, body: bytes) -> bytes:
-        """Return the frame of an encoded message."""
+        """Return the complete frame of an encoded message."""
         head, tag = self.around(body)
         return b"".join((head, body, tag))
 
     def around(self, body: bytes) -> tuple[bytes, bytes]:
-        """Return the bytes before and after an encoded message in its frame. Send frames in the order of these
-        calls."""
+        """Return the header and the tag of an encoded message's frame. Send frames in the order of these calls."""
         head = len(body).to_bytes(4, "big")
         if not self._key_out:
             return head, b""
@@ -109,14 +112,14 @@ class FramedConnection:
         return head, _tag(self._key_out, self._frames_out, body)
 
     def feed(self, data: bytes) -> None:
-        """Add received bytes. They may be split at any position."""
+        """Add received bytes, which may end in the middle of a frame."""
         self._buffer += data
 
     def next(self) -> Any | None:
         """Return the next complete message, or None. Raises ProtocolError if the bytes are invalid."""
         body = self._next_body()
         while body == b"" and self._key_in:
-            body = self._next_body()  # An empty frame is a heartbeat.
+            body = self._next_body()  # An empty frame is a heartbeat, so skip it.
         if body is None:
             return None
         try:
@@ -145,13 +148,13 @@ class FramedConnection:
 
     @property
     def unread(self) -> int:
-        """Return the number of received bytes after the last complete message."""
+        """Return how many received bytes follow the last complete message."""
         return len(self._buffer)
 
     def receive(self, data: bytes) -> Iterator[Any]:
-        """Yield the complete messages one by one.
+        """Add received bytes, and yield the messages that are now complete.
 
-        The receiver of a message may call `seal` before the next one is read.
+        The caller may call `seal` after a message, before it takes the next one.
         """
         self.feed(data)
         while (message := self.next()) is not None:
@@ -162,10 +165,10 @@ class AcceptedConnection(FramedConnection):
     """Accepting end of a connection on which the caller sends its nonce first.
 
     Args:
-        secret: secret of the connection, see `derived`.
-        mine: nonce of this end, if the caller has received it.
-        limit: maximum size of a frame in bytes. The connection is dropped at a frame with an invalid tag, so this
-            limits what an unauthenticated peer may send.
+        secret: secret for this kind of connection, see `derived`.
+        mine: nonce of this end. Empty unless the caller has received one.
+        limit: maximum size of a frame in bytes. A frame with an invalid tag ends the connection, so this also limits
+            how much an unauthenticated peer can send.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Client side of the handshake of a control connection, which authenticates the driver. Pure: no I/O, no clock."""
+"""Client side of a control connection's handshake, in which client and driver authenticate each other. Pure: no I/O, no
+clock.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class ClientHandshake:
         return bool(self._theirs)
 
     def answer(self, challenge: Any) -> bytes:
-        """Return the proof for the driver's challenge. Raises ProtocolError unless the peer is a driver of this
+        """Return the proof that answers the driver's challenge. Raises ProtocolError unless the driver has this
         version.
         """
         if not isinstance(challenge, Challenge):
@@ -37,7 +39,7 @@ class ClientHandshake:
                 f"the driver uses protocol version {challenge.version}, this {self._role} version {VERSION}: install"
                 " the same hvd-elastic on every host"
             )
-        # With a nonce of another length, the input of the HMAC would be ambiguous.
+        # Require the exact length: otherwise the HMAC's input, which joins both nonces, would be ambiguous.
         if len(challenge.nonce) != NONCE_BYTES:
             raise ProtocolError(
                 f"the driver's challenge has {len(challenge.nonce)} bytes instead of {NONCE_BYTES}"
@@ -46,9 +48,10 @@ class ClientHandshake:
         return proof(self._secret, self._role, self._theirs, self.nonce, self._who)
 
     def accepted(self, reply: Any, wire: FramedConnection) -> None:
-        """Check the driver's answer to this side's proof, and start to authenticate frames.
+        """Check the driver's answer to the client's proof, and seal all further frames.
 
-        Raises ProtocolError, with the driver's reason if any, unless the driver has the secret and accepts this peer.
+        Raises ProtocolError unless the driver has the secret and accepts this client. The error contains the driver's
+        reason, if it gave one.
         """
         if isinstance(reply, TurnedAway) and self._is_its(reply.proof, "turned away", reply.reason):
             raise ProtocolError(reply.reason)

@@ -1,4 +1,4 @@
-"""Parsing of ``--islands``: islands are groups of hosts that average gradients in every step.
+"""Parses ``--islands``, which groups hosts into islands that average gradients in every step.
 
 Pure: no I/O, no clock.
 """
@@ -16,17 +16,17 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class IslandRule(NamedTuple):
-    """Hosts of one island."""
+    """Name of an island, and the hosts that belong to it."""
 
     name: str
-    hosts: tuple[str, ...]  # names, or shell patterns such as eu-*
+    hosts: tuple[str, ...]  # host names, or shell patterns such as eu-*
 
 
 def parse_islands(text: str) -> tuple[IslandRule, ...]:
     """Parse the value of ``--islands``: ``host``, or rules such as ``eu=eu-*,gpu7;us=us-*``.
 
     Returns:
-        The rules in the given order. Without any rule, each host is an island.
+        The rules in the given order. Empty for ``host``, with which each host is an island.
 
     Raises:
         Invalid: the text is malformed, or gives a name or a host twice.
@@ -54,9 +54,9 @@ def parse_islands(text: str) -> tuple[IslandRule, ...]:
 
 
 def island_of(host: str, rules: tuple[IslandRule, ...]) -> str:
-    """Return the name of a host's island. The first matching rule applies. A host without a matching rule is an island.
+    """Return the name of a host's island. The first matching rule applies; a host without one is an island by itself.
 
-    The names of such islands contain a space, so they differ from the names in rules.
+    The name of an island without a rule contains a space, so it differs from all names in rules.
     """
     for rule in rules:
         if any(fnmatch.fnmatchcase(host, pattern) for pattern in rule.hosts):

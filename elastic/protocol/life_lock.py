@@ -1,8 +1,9 @@
-"""Immediate detection of a worker's death through a robust lock in memory shared with its agent.
+"""Detects a worker's death immediately, through a robust lock in memory that the worker shares with its agent.
 
 When a process dies, the kernel releases its robust locks first. Then it frees the memory, which may take long, and only
 afterwards closes the sockets and notifies the parent. See set_robust_list(2). The lock therefore detects a death
-earlier than the exit of the process, which is used if the system or the C library does not support such locks.
+earlier than the process's exit status. If the system or the C library does not support such locks, the exit status is
+used.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ import platform
 import threading
 from collections.abc import Callable
 
-# environment variable of a worker with the agent's memory file and the offset of the lock
+# environment variable that gives a worker the path of the agent's memory file and the offset of its lock
 LIFE_LOCK = "ELASTIC_LIFE_LOCK"
 
 _NAME = "elastic-life-locks"
-# Bytes per lock. glibc's pthread_mutex_t has 40 or 48 bytes and begins with the word that the kernel uses.
+# Size of a lock in bytes. glibc's pthread_mutex_t has 40 or 48 bytes and begins with the word that the kernel uses.
 _BYTES = 128
-_MOST = 1024  # maximum number of workers of one agent that are watched at the same time
+_MOST = 1024  # maximum number of workers that one agent watches at the same time
 _WAITERS, _OWNER_DIED = 1 << 31, 1 << 30
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _FAILED = ctypes.c_void_p(-1).value
-# system call number, or 0 if unknown
+# number of the futex system call, or 0 if unknown
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -36,13 +37,13 @@ _libc.mmap.argtypes = (
     *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
     ctypes.c_long,
 )
-_held = False  # whether this process holds the lock, until it exits
+_held = False  # whether this process has taken its lock, which it holds until it exits
 
 
 def hold(location: str) -> None:
-    """Take the lock at ``location``, the value of the worker's variable.
+    """Take the lock at ``location``, the value of the environment variable LIFE_LOCK.
 
-    Has no effect outside the main thread, because only that thread lives as long as the process.
+    Does nothing in a thread other than the main one, because the lock must be held until the process exits.
     """
     global _held
     if not location or _held or threading.current_thread() is not threading.main_thread():
@@ -50,7 +51,7 @@ def hold(location: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         file, _, offset = location.rpartition(":")
         if not os.readlink(file).startswith(f"/memfd:{_NAME}"):
-            return  # The agent has exited, and its process ID was reused.
+            return  # The agent has exited, and another process has its process ID.
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
         memory = _mapped(fd)
         os.close(fd)
@@ -58,10 +59,10 @@ def hold(location: str) -> None:
 
 
 def _mapped(fd: int) -> int | None:
-    """Map the memory file, and return the address, or None.
+    """Map the memory file. Return its address, or None on failure.
 
-    The memory is never unmapped: the kernel reads it after everything else, and a thread may too. Python's own mmap
-    would be unmapped at interpreter exit, and keeps a descriptor.
+    The memory is never unmapped, because the kernel reads it last when the process exits. Python's own mmap is not
+    used: it is unmapped at interpreter exit, and keeps a file descriptor.
     """
     access = mmap.PROT_READ | mmap.PROT_WRITE
     address = _libc.mmap(None, _BYTES * _MOST, access, mmap.MAP_SHARED, fd, 0)
@@ -72,23 +73,24 @@ def _lock(address: int) -> bool:
     mutex, kind = ctypes.c_void_p(address), ctypes.create_string_buffer(64)
     word = ctypes.c_uint32.from_address(address)
     if word.value:
-        return False  # The worker, which is this process's parent, holds the lock.
+        return False  # This process is a child of the worker, which already holds the lock.
     locked = (
         _libc.pthread_mutexattr_init(kind) == 0
         and _libc.pthread_mutexattr_setpshared(kind, 1) == 0
         and _libc.pthread_mutexattr_setrobust(kind, 1) == 0
         and _libc.pthread_mutex_init(mutex, kind) == 0
-        # Fails in a second process of the same worker.
+        # Fails in a second process of the same worker, because the first one holds the lock.
         and _libc.pthread_mutex_trylock(mutex) == 0
         and word.value == threading.get_native_id()  # layout of glibc's pthread_mutex_t
     )
     if locked:
-        word.value |= _WAITERS  # Without this bit, the kernel does not wake waiting threads.
+        # Without this bit, the kernel would not wake threads that wait for the lock.
+        word.value |= _WAITERS
     return locked
 
 
 class LifeLocks:
-    """Locks of one agent's workers, in one memory file that the workers open through /proc."""
+    """Locks of one agent's workers, in one memory file. Workers open the file through /proc."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
@@ -101,7 +103,7 @@ class LifeLocks:
                 self._memory = _mapped(self._fd)
 
     def new(self) -> LifeLock | None:
-        """Return a lock for a worker that is about to start. Return None if the system does not support such locks."""
+        """Return a new lock for a worker that is about to start, or None if the system does not support such locks."""
         if self._fd is None or self._memory is None or not self._free:
             return None
         offset = self._free.pop()
@@ -111,7 +113,7 @@ class LifeLocks:
         return LifeLock(location, address, lambda: self._free.append(offset))
 
     def close(self) -> None:
-        """Close the file. No more workers are started."""
+        """Close the memory file. No more workers can be started."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -128,20 +130,18 @@ class LifeLock:
         self._ended = False
 
     def watch(self, gone: Callable[[], None]) -> None:
-        """Call ``gone`` in a new thread when the thread that holds the lock has ended. Do not call this method after
-        `end`.
-        """
-        # counts the calls of `_leave` by the agent and by that thread
+        """Call ``gone`` in a new thread when the lock's owner has died. Must not be called after `end`."""
+        # number of `_leave` calls so far: one each by the agent and the watching thread
         self._left = itertools.count()
         watching = threading.Thread(target=self._wait, args=(gone,), daemon=True)
         try:
             watching.start()
-        # No thread is available, so the exit of the process is detected instead.
+        # No thread could be started, so the exit of the process is detected instead.
         except RuntimeError:
             self._left = itertools.count(1)
 
     def end(self) -> None:
-        """Wake the threads that wait for the lock, after the process has exited, even if it never held the lock."""
+        """Wake the watching thread after the process has exited, in case the process never held the lock."""
         self._ended = True
         ctypes.c_uint32.from_address(self._address).value = _OWNER_DIED
         self._futex(_FUTEX_WAKE, 1)
@@ -150,14 +150,14 @@ class LifeLock:
     def _wait(self, gone: Callable[[], None]) -> None:
         word = ctypes.c_uint32.from_address(self._address)
         while not (value := word.value) & _OWNER_DIED:
-            if not self._futex(_FUTEX_WAIT, value):  # fails if a sandbox forbids the system call
+            if not self._futex(_FUTEX_WAIT, value):  # Fails if a sandbox forbids the system call.
                 return self._leave()
         if not self._ended:
             gone()
         self._leave()
 
     def _leave(self) -> None:
-        """Free the lock's memory at the second call, when neither the agent nor the watching thread uses it."""
+        """Free the lock's memory at the second call: then neither the agent nor the watching thread uses it."""
         if next(self._left):
             self._free()
 

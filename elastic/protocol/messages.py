@@ -1,8 +1,9 @@
 """Messages between driver and worker, and the types that both sides share. Pure: bytes in, values out.
 
 A connection opens with a mutual challenge (see `Challenge`), then carries sealed frames (see `framing`). Messages are
-tagged by their class name, validated by msgspec when decoded, never pickled. Every message about a world carries its
-generation. The messages that a worker receives when the world changes do not grow with the size of the world.
+tagged by their class name, validated by msgspec when decoded, and never pickled. Every message about a world carries
+its generation. The messages that a worker receives when the world changes have a size that is independent of the world
+size.
 """
 
 from __future__ import annotations
@@ -16,32 +17,34 @@ from msgspec import Meta
 from elastic.protocol.calls import Calls
 
 VERSION = 6
-# maximum size of a frame in bytes; only a function's return value is this large
+# maximum size of a frame in bytes; only the return value of a function needs a frame this large
 FRAME_LIMIT = 64 * 1024 * 1024
 RESULT_LIMIT = FRAME_LIMIT - 4096  # maximum size of a function's return value in bytes
-RELAY_LIMIT = FRAME_LIMIT + 4096  # limit in bytes for a message of FRAME_LIMIT and its sender
+# maximum size in bytes of a relayed message: one of FRAME_LIMIT, with the name of its sender
+RELAY_LIMIT = FRAME_LIMIT + 4096
 HANDSHAKE_LIMIT = 1024  # maximum number of bytes that a peer may send before it is authenticated
-# Small list items take far more memory than bytes on the wire, so the number of items in a frame is limited.
+# Small list items take much more memory when decoded than on the wire, so the number of items in a frame is limited.
 PHASES_LIMIT = 1000
-MISTAKE_LIMIT = 2000  # maximum number of characters of the description of a script's mistake
+MISTAKE_LIMIT = 2000  # maximum number of characters in the description of a script's mistake
 ABSENT_LIMIT = 64  # maximum number of island names in the report of a merge
 SAMPLES_LIMIT = 1_000_000
 TRACES_LIMIT = 100_000
 TENSORS_LIMIT = 100_000
-LAUNCHES_LIMIT = 64  # maximum number of groups on one GPU
-SHARDS_LIMIT = 100_000  # maximum number of shards of which a worker has a copy
-KEPT_LIMIT = 8  # maximum number of older commits of which a worker has a copy
+LAUNCHES_LIMIT = 64  # maximum number of groups on one GPU that a worker reports
+SHARDS_LIMIT = 100_000  # maximum number of shards that a worker holds copies of
+KEPT_LIMIT = 8  # maximum number of older commits that a worker holds copies of
 REPORT_LIMIT = 64 * 1024  # maximum size of one report of a script, in bytes
 STEP_INPUT_LIMIT = 16 * 1024  # maximum size of a step input, in bytes
-COPY = "copy of the state"  # reported while a worker waits for a copy of the state
-# reported while a worker waits for a commit of a sharded state
+COPY = "copy of the state"  # activity that a worker reports while it waits for a copy of the state
+# activity that a worker reports while it waits for a commit of a sharded state
 SHARDS_COMMIT = "commit of the shards"
-GRADIENTS = "gradients"  # reported while a worker waits for gradients of a DistributedOptimizer
-# Offset of the signal above SIGRTMIN. On this signal, a worker writes its stacks.
+# activity that a worker reports while it waits for gradients of a DistributedOptimizer
+GRADIENTS = "gradients"
+# Number of the signal on which a worker writes its stacks, counted from SIGRTMIN.
 STACKS_SIGNAL_OFFSET = 4
 
 
-# NaN and infinity cannot be stored in a journal.
+# A journal cannot store NaN or infinity.
 Finite = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 
@@ -55,11 +58,11 @@ class ProtocolError(Exception):
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """Base class of immutable values inside messages."""
+    """Base class of immutable values that messages contain."""
 
 
 class Worker(Value):
-    """Identity of a training process. It is one incarnation of one slot."""
+    """Identity of a training process: one incarnation of one slot."""
 
     host: str
     slot: int
@@ -70,7 +73,7 @@ class Worker(Value):
 
     @classmethod
     def parse(cls, text: str) -> Worker:
-        """Parse the result of ``str(worker)``. Raises ValueError for any other text."""
+        """Parse a worker's text form, as returned by ``str(worker)``. Raises ValueError for any other text."""
         place, _, incarnation = text.rpartition("#")
         host, _, slot = place.rpartition(":")
         if not host:
@@ -95,19 +98,19 @@ class Commit(Value):
 
     @property
     def dotted(self) -> str:
-        """Return the commit in the format of journals: ``2.300``."""
+        """Return the commit in the format of the journal: ``2.300``."""
         return f"{self.generation}.{self.number}"
 
 
 def at_step(commit: object, step: int | None) -> str:
-    """Describe a commit for the user, by the state's step if it is known."""
+    """Describe a commit for the user, by the state's step counter if known."""
     return f"commit {commit}" if step is None else f"step {step} (commit {commit})"
 
 
 class KeptCommit(Value):
-    """Older commit of which a worker has a copy.
+    """Older commit that a worker holds a copy of.
 
-    ``step`` is the number of the next step of the worker's `Shards`.
+    ``step`` is the next step of the worker's `Shards` after the commit.
     """
 
     commit: Commit
@@ -115,7 +118,7 @@ class KeptCommit(Value):
 
 
 class OlderCommits(Value):
-    """Older commits of which a worker has copies, oldest first."""
+    """Older commits that a worker holds copies of, oldest first."""
 
     commits: Annotated[tuple[KeptCommit, ...], Meta(max_length=KEPT_LIMIT)] = ()
 
@@ -131,7 +134,7 @@ class Address(Value):
 
 
 class Times(Value):
-    """Time in seconds that a worker has spent on each activity. The sum is the worker's age. See
+    """Time in seconds that a worker has spent on each activity. The sum is the time since the worker started. See
     `elastic.monitoring.time_account`.
     """
 
@@ -149,7 +152,7 @@ Part = Literal["training", "committing", "data", "storage", "recovering", "joini
 
 
 class Place(Value):
-    """Place of one worker in a world: its global, local and cross rank, with the corresponding sizes."""
+    """Position of one worker in a world: global, local and cross rank, with the corresponding sizes."""
 
     rank: int
     size: int
@@ -160,37 +163,40 @@ class Place(Value):
 
 
 class Launches(Value):
-    """Progress of a worker's GPU in the collectives of one group, which all its ranks launch in the same order."""
+    """Progress of a worker's GPU through the collectives of one group. All ranks of the group launch them in the same
+    order.
+    """
 
-    group: str  # ID of the group, the same on all its ranks
+    group: str  # ID of the group, equal on all its ranks
     size: int  # number of ranks of the group
     launched: int
     arrived: int  # number of collectives that the GPU has started
-    done: int  # number of collectives that have ended
-    took_s: Finite = 0.0  # longest time from a launch to its start on the GPU, in seconds
+    done: int  # number of collectives that the GPU has completed
+    # longest time in seconds between the launch of a collective and its start on the GPU
+    took_s: Finite = 0.0
     failed: bool = False  # whether CUDA reports an error
 
 
 class HeldCommitShards(Value):
     """Complete shards of one in-memory commit that a worker can read, including copies of other workers' shards.
 
-    ``commit`` is a number of the sharded state, which counts its saves in a world from 0.
+    The sharded state itself numbers ``commit``: it counts its saves in each world from 0.
     """
 
     commit: Commit
     shards: int  # number of shards of the commit
-    own: int | None  # shard of this worker, or None if the worker has only copies
-    # other shards of which the worker has copies
+    own: int | None  # this worker's own shard, or None if the worker has only copies
+    # other shards that the worker holds copies of
     copies: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()
-    mirrored: bool = True  # whether the worker also has all required copies
+    mirrored: bool = True  # whether the worker also holds all copies that it should have
 
 
 class ShardsHeld(Value):
     """Report of the shards that a worker can contribute to the next world.
 
     Args:
-        copies: number of copies of each shard, as given to the state.
-        sealed: the newest commit that, as far as this worker knows, all ranks have copied and mirrored.
+        copies: number of copies of each shard, as configured in the state.
+        sealed: newest commit that all ranks have copied and mirrored, as far as this worker knows.
     """
 
     copies: int
@@ -200,13 +206,13 @@ class ShardsHeld(Value):
 
 
 class RowBytes(Value):
-    """Sizes in bytes of the rows of a new shard, by source.
+    """Sizes in bytes of a new shard's rows, by their source.
 
     Args:
         memory: bytes from this worker's memory, including copies that it kept.
-        host: bytes from another worker of its host, even one that has exited.
-        network: bytes from a worker of another host.
-        checkpoint: bytes from storage.
+        host: bytes from the memory of another worker on the same host, even one that has exited.
+        network: bytes from a worker on another host.
+        checkpoint: bytes from a checkpoint in storage.
     """
 
     memory: int = 0
@@ -216,24 +222,24 @@ class RowBytes(Value):
 
 
 def total_rows(parts: Iterable[RowBytes]) -> RowBytes:
-    """Return the sum of the bytes of several workers."""
+    """Return the sums of several workers' bytes, by source."""
     return RowBytes(*map(sum, zip(*map(msgspec.structs.astuple, parts), strict=True)))
 
 
 class ShardsPlaced(Value):
-    """A worker's part of a sharded state in a world, and the sources of its rows."""
+    """A worker's part of a sharded state in a world, and the sources from which its rows were restored."""
 
-    shards: int  # number of shards of the world
+    shards: int  # number of shards in the world
     shard: int  # shard of this worker
-    # other shards of which this worker keeps copies
+    # other shards that this worker keeps copies of
     keeps: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()
-    # whether other workers of the host map the memory, so that it survives the worker
+    # whether other workers of the host also map the shard's memory, which therefore survives this worker
     lasting: bool = False
-    # The restored commit, as in `HeldCommitShards.commit`; None means a checkpoint.
+    # restored commit, numbered as in `HeldCommitShards.commit`; None if the state was restored from a checkpoint
     restored: Commit | None = None
-    rows: RowBytes = RowBytes()  # bytes of all rows of this worker, by source
-    received: int = 0  # bytes of these rows that other workers sent
-    # shards of the restored commit that no worker of this world had trained, and this worker's rows from them
+    rows: RowBytes = RowBytes()  # sizes of this worker's rows, by source
+    received: int = 0  # number of bytes of these rows that other workers sent
+    # shards of the restored commit that were not held by any worker of this world, and this worker's rows from them
     lost: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()
     lost_rows: RowBytes = RowBytes()
 
@@ -246,14 +252,14 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False
 
 
 class Challenge(Message):
-    """First frame of the driver. It requests proof that the peer has the job's secret."""
+    """First frame from the driver, which requests proof that the peer has the job's secret."""
 
     nonce: bytes
     version: int = VERSION
 
 
 class Answer(Message):
-    """Answer of a worker to the challenge: its proof, and its own challenge."""
+    """Worker's answer to the challenge: its proof, and its own challenge to the driver."""
 
     worker: Worker
     nonce: bytes
@@ -262,13 +268,15 @@ class Answer(Message):
 
 
 class Accepted(Message):
-    """Answer of the driver: its proof that it also has the secret."""
+    """Driver's acceptance of a worker, with the driver's own proof that it has the secret."""
 
     proof: bytes
 
 
 class TurnedAway(Message):
-    """Refusal of an authenticated peer, sent instead of Accepted. ``proof`` is the driver's proof over this reason."""
+    """Driver's refusal of an authenticated peer, sent instead of Accepted. ``proof`` is the driver's proof over this
+    reason.
+    """
 
     reason: str
     proof: bytes
@@ -286,7 +294,7 @@ class Hello(Message):
 
 
 class Reconnected(Message):
-    """First message on a connection that replaces a lost connection. Unanswered messages follow again.
+    """First message on a connection that replaces a lost one. Messages without an answer are sent again after it.
 
     Args:
         generation: generation of the last world that the worker received.
@@ -298,33 +306,36 @@ class Reconnected(Message):
 
 
 class Layout(Message):
-    """Names, shapes and dtypes of this worker's state, sent once, before the first Ready that contains their digest."""
+    """Names, shapes and dtypes of this worker's state. Sent once, before the first Ready that contains the digest."""
 
     digest: str
     text: str
 
 
 class StepInput(Message):
-    """Format of this worker's batches, as described by its framework. Joining workers use it. See `Welcome`."""
+    """Format of this worker's batches, as described by its framework. Sent to joining workers in `Welcome`."""
 
     kind: Annotated[bytes, Meta(max_length=STEP_INPUT_LIMIT)]
 
 
 class Ready(Message):
-    """Message: this worker waits for a world. ``generation`` is the worker's last generation, or 0 if it had none."""
+    """Notice that this worker waits for a world. ``generation`` is the worker's last generation, or 0 if it had
+    none.
+    """
 
     generation: int
     commit: Commit | None
-    # address at which this worker would serve the generation's store as rank 0; already bound
+    # address, already bound, at which this worker would serve the generation's store as rank 0
     store: Address
     layout: str = ""  # digest of the state's layout, empty before elastic.run
-    running: bool = True  # whether the worker is in elastic.run; False in init()
-    # Number of times that this process has waited. A delayed Ready with a smaller number is ignored.
+    running: bool = True  # whether the worker has called elastic.run; False in init()
+    # number of times that this process has waited for a world; a delayed Ready with a smaller number is ignored
     number: int = 0
-    shards: ShardsHeld | None = None  # shards that the worker holds, if its state is sharded
+    # shards that the worker holds, or None if its state is not sharded
+    shards: ShardsHeld | None = None
     kept: OlderCommits = OlderCommits()
-    step: int | None = None  # step counter of the state at the commit, or None
-    # whether this worker stops for a planned change at its next safepoint, see `Recovery.own_pace`
+    step: int | None = None  # step counter of the state at the worker's newest commit, or None
+    # whether this worker stops for a planned change at its own next safepoint, see `Recovery.own_pace`
     own_pace: bool = False
 
 
@@ -332,7 +343,7 @@ class Failed(Message):
     """Report that a collective of this generation failed on this worker.
 
     Args:
-        differs: whether the ranks made the different calls that ``calls`` lists.
+        differs: whether the ranks made different calls, which ``calls`` lists.
     """
 
     generation: int
@@ -342,7 +353,7 @@ class Failed(Message):
 
 
 class Stranded(Message):
-    """Message: a collective failed outside ``elastic.run``, so this process cannot recover. For the fields, see
+    """Notice that a collective failed outside ``elastic.run``, so this process cannot recover. For the fields, see
     `Failed`.
     """
 
@@ -353,7 +364,7 @@ class Stranded(Message):
 
 
 class Checked(Message):
-    """Answer to Prepare with the number of safepoints passed. The worker stops at the next safepoint."""
+    """Answer to Prepare, with the number of safepoints passed. The worker stops at the next safepoint."""
 
     generation: int
     change: int
@@ -383,31 +394,31 @@ class Resumed(Message):
 
 
 class Progress(Message):
-    """Activity of the training thread: whether it waits in a collective, or is in a long phase.
+    """Current activity of the training thread: a wait in a collective, or a long phase.
 
-    Sent when it has waited in one collective for a while, when that wait ends, and at both ends of a phase that the
-    user marks as long. Steps without a long wait send nothing.
+    Sent when the thread has waited in one collective for a while, when that wait ends, and at the start and end of a
+    phase that the user marks as long. Nothing is sent in steps without a long wait.
     """
 
     generation: int
-    entered: int  # number of collectives entered in this generation
-    inside: str = ""  # name of the collective in which the worker waits, or empty
-    waited_s: Finite = 0.0  # seconds that the worker has been in the collective
-    phase: str = ""  # name of the current long phase of the worker, or empty
-    # progress of the worker's GPU while it waits
+    entered: int  # number of collectives that the worker has entered in this generation
+    inside: str = ""  # name of the collective in which the worker waits; empty if it does not
+    waited_s: Finite = 0.0  # seconds that the worker has waited in the collective
+    phase: str = ""  # name of the worker's current long phase; empty outside one
+    # progress of the worker's GPU during the wait
     gpu: Annotated[list[Launches], Meta(max_length=LAUNCHES_LIMIT)] = []
     line: str = ""  # script line at which the worker waits, or empty if unknown
 
 
 class Located(Message):
-    """Answer to `Locate`: the line of the script that this worker executes."""
+    """Answer to `Locate`: the line of the script that this worker is executing."""
 
     generation: int
     line: str  # script line, or empty if unknown
 
 
 class Pace(Message):
-    """Statistics of collectives since the previous Pace.
+    """Statistics of collectives since the previous Pace message.
 
     A worker that waits much less than its peers is a straggler.
     """
@@ -415,9 +426,9 @@ class Pace(Message):
     generation: int
     collectives: int  # number of completed collectives
     waited_s: Finite  # seconds that the training thread spent in collectives
-    over_s: Finite  # seconds that the report covers
-    commits: int = 0  # number of commits in these seconds
-    commit: Commit | None = None  # the newest commit that all members have agreed on
+    over_s: Finite  # length in seconds of the period that the report covers
+    commits: int = 0  # number of commits in this period
+    commit: Commit | None = None  # newest commit on which all members have agreed
 
 
 class TimeSpent(Message):
@@ -429,21 +440,22 @@ class TimeSpent(Message):
     generation: int
     times: Times
     doing: Part  # current activity of the worker
-    commit: Commit | None = None  # the newest commit that all members have agreed on
+    commit: Commit | None = None  # newest commit on which all members have agreed
     step: int | None = None  # step counter of the state at the newest commit, or None
-    # number of optimizer steps since training began; None means that no step was seen
+    # number of optimizer steps since training began, or None if no step was observed
     steps: int | None = None
-    batch: int | None = None  # number of samples of such a step on this worker, or None if unknown
+    # number of samples per optimizer step on this worker, or None if unknown
+    batch: int | None = None
     sealed: Commit | None = None  # newest sealed commit of a sharded state; see `ShardsHeld`
-    every: int = 1  # number of calls of commit() per copy of the state; see --commit-budget
+    every: int = 1  # number of commit() calls per copy of the state; see --commit-budget
 
 
 class Digested(Message):
-    """Digest of the parameters of a commit. In tests, it also contains the samples trained since the last commit.
+    """Digest of the parameters of a commit. In tests, it also contains the samples trained since the previous commit.
 
     Args:
-        step: the step after the commit if the state has shards, else -1.
-        tensors: digest of each tensor of the state by name, if requested.
+        step: next step after the commit if the state has `Shards`, else -1.
+        tensors: if requested, digest of each tensor of the state, by name.
         gradients: if requested, digests of the last step's gradients before any sum, by shard and parameter, as ``3
             layer.weight``. Only shards that this worker computed are included.
     """
@@ -460,9 +472,9 @@ class Digested(Message):
 
 
 class Miscomputed(Message):
-    """Message: in a vote of the ranks, one rank computed wrong gradients of a shard. See `elastic.exact.verifier`.
+    """Verdict of a vote of the ranks: one rank computed wrong gradients of a shard. See `elastic.exact.verifier`.
 
-    Sent by every rank. Digests are 16 hexadecimal digits, or ``not finite`` or ``too large``.
+    Every rank sends it. Digests are 16 hexadecimal digits, or ``not finite`` or ``too large``.
     """
 
     generation: int
@@ -471,15 +483,16 @@ class Miscomputed(Message):
     rank: int  # rank that computed the wrong gradients
     digest: Annotated[str, Meta(max_length=16)]  # digest of the wrong gradients
     right: Annotated[str, Meta(max_length=16)]
-    witnesses: Annotated[list[int], Meta(max_length=16)]  # ranks that computed the right gradients
-    # last step of this world in which that rank's gradients were compared and right; -1 means none
+    # ranks that computed the correct gradients
+    witnesses: Annotated[list[int], Meta(max_length=16)]
+    # last step of this world in which that rank's gradients were checked and correct, or -1 for none
     agreed: int = -1
-    # whether all gradients are compared before they are used, so that no commit can contain wrong ones
+    # whether all gradients are checked before they are used, so that no commit can contain wrong ones
     complete: bool = False
 
 
 class MistakeFound(Message):
-    """Message of rank 0: a mistake in the script, found by its checks. See `elastic.script_checks.mistakes`.
+    """Report by rank 0 of a mistake in the script that its checks have found. See `elastic.script_checks.mistakes`.
 
     Args:
         kind: kind of the mistake, as in docs/script-checks.md.
@@ -491,16 +504,16 @@ class MistakeFound(Message):
 
 
 class Merged(Message):
-    """Message of rank 0: a merge of `elastic.DiLoCo`. Sent at most once a second, or if the absent islands change.
+    """Report by rank 0 of a merge of `elastic.DiLoCo`. Sent at most once a second, and when the absent islands change.
 
     Args:
-        merges: number of merges of the job.
-        position: number of inner steps of the job.
+        merges: number of merges so far in the job.
+        position: number of inner steps so far in the job.
         islands: number of islands in the world.
-        absent: names of the islands that the merge did not wait for, at most `ABSENT_LIMIT`.
+        absent: names of at most `ABSENT_LIMIT` islands that did not take part in the merge.
         waited_s: seconds that this rank has waited for merges in inner steps since its previous message.
-        names: names of the islands in the world, at most `ABSENT_LIMIT`. Empty if this rank has sent the same names in
-            this generation, less than a minute ago.
+        names: names of at most `ABSENT_LIMIT` islands in the world. Empty if this rank sent the same names less than a
+            minute ago in this generation.
     """
 
     generation: int
@@ -513,27 +526,28 @@ class Merged(Message):
 
 
 class Raised(Message):
-    """Report that user code raised an exception, and that the process is about to exit with this traceback."""
+    """Report that user code raised an exception, and that the process is about to exit with the traceback."""
 
     generation: int
     commit: Commit | None
     summary: str
     traceback: str
-    # Whether a GPU or NCCL has failed. See `elastic.runtime.failures.hardware_errors`.
+    # whether a GPU or NCCL has failed, see `elastic.runtime.failures.hardware_errors`
     hardware: bool = False
     final: bool = False  # whether a retry would fail in the same way
-    # whether training has not begun: no worker of the world had a commit, and the world has made none
+    # whether training has not begun: no worker of the world had a commit, and none was made in this world
     beginning: bool = False
     code: Annotated[int, Meta(ge=1, le=255)] = 1  # exit code of the job, if final
-    calls: Calls = ()  # mismatched calls, which all ranks received
-    # whether shards of the state were lost, so that the failure is final
+    calls: Calls = ()  # mismatched calls, as reported to all ranks
+    # whether shards of the state were lost, which makes the failure final
     shards_lost: bool = False
 
 
 class Quit(Message):
     """Notice that the process is about to exit with this code (0 to 255).
 
-    Sent if user code called ``sys.exit`` under ``elastic.run``, or if the worker's state does not match.
+    Sent if user code called ``sys.exit`` under ``elastic.run``, or if the worker's state does not match that of the
+    world.
 
     Args:
         call: text of the call, such as ``sys.exit(3)``. Empty if user code made no call.
@@ -545,33 +559,34 @@ class Quit(Message):
 
 
 class Returned(Message):
-    """Report that the function under ``elastic.run`` has returned."""
+    """Notice that the function under ``elastic.run`` has returned."""
 
     generation: int
 
 
 class SendResult(Message, tag="Result"):
-    """Message: the return value of a launched function, which the driver does not decode."""
+    """Return value of a launched function. The driver does not decode it."""
 
     blob: bytes
 
 
 class Reported(Message):
-    """Message: metrics that the script reports to the program that started the job.
+    """Metrics that the script reports to the program that started the job.
 
     Reports are delivered exactly once, in the order of their numbers. See `report_queue`.
     """
 
-    number: int  # number of the report among this process's reports, from 1
-    # first report that may not have been delivered; this driver or a predecessor has received all earlier ones
+    number: int  # number of the report, counted per process from 1
+    # number of the first report that may not have been delivered; all earlier ones are
     oldest: int
-    generation: int  # generation at the time of the report, like rank and size
+    generation: int  # generation at the time of the report; rank and size are from the same time
     rank: int
     size: int
     at: Finite  # time of the report in seconds since 1970
     # encoded metrics, which agents do not decode
     metrics: Annotated[bytes, Meta(max_length=REPORT_LIMIT)]
-    dropped: int = 0  # number of reports dropped since the previous one, because the queue was full
+    # number of reports that were dropped before this one because the queue was full
+    dropped: int = 0
 
 
 Trace = tuple[
@@ -586,23 +601,23 @@ class ClockAsked(Message):
 
 
 class Traced(Message):
-    """Timeline records of this worker. ``offset_ns`` converts its times to the driver's clock."""
+    """Timeline records of this worker. Adding ``offset_ns`` converts their times to the driver's clock."""
 
     timeline: int
     offset_ns: int
     records: Annotated[list[Trace], Meta(max_length=TRACES_LIMIT)]
-    # number of records dropped since the last message, because the buffer was full
+    # number of records dropped since the previous message, because the buffer was full
     dropped: int = 0
 
 
 class TracedAll(Message):
-    """Notice that this worker has sent all its records of a timeline that has ended."""
+    """Notice that this worker has sent all its records of a stopped timeline."""
 
     timeline: int
 
 
 class TimelineWanted(Message):
-    """Request of the script for a timeline in this file, an absolute path on the driver's host."""
+    """Request by the script to start a timeline in this file, an absolute path on the driver's host."""
 
     request: int
     path: str
@@ -610,15 +625,15 @@ class TimelineWanted(Message):
 
 
 class TimelineUnwanted(Message):
-    """Request of the script to end this timeline. The answer is sent when its file is complete."""
+    """Request by the script to stop this timeline. The answer is sent when the file is complete."""
 
     request: int
     timeline: int
 
 
 class CheckpointDue(Message):
-    """Request of rank 0 to make a commit durable on all ranks: the first commit of this generation from
-    ``number`` on.
+    """Request by rank 0 to make a commit durable on all ranks: the first one of this generation with at least this
+    ``number``.
     """
 
     generation: int
@@ -628,11 +643,11 @@ class CheckpointDue(Message):
 class NotFinite(Message):
     """Report that gradients have been infinite or NaN since before this commit.
 
-    Sent at the first such commit of a world, and again while the condition lasts.
+    Sent at the first such commit of a world, and repeated while gradients remain so.
 
     Args:
-        digest: digest of this rank's parameters before the first such step, or None if this rank did not take part in
-            that step.
+        digest: digest of this rank's parameters before the first step with such gradients, or None if the rank did not
+            take part in that step.
     """
 
     generation: int
@@ -641,7 +656,7 @@ class NotFinite(Message):
 
 
 class ShareWritten(Message):
-    """Report that this rank's part of checkpoint ``number`` is in the storage."""
+    """Report that this rank has written its part of checkpoint ``number`` to storage."""
 
     generation: int
     number: int
@@ -659,17 +674,17 @@ class ShareDropped(Message):
 
 
 class CheckpointWritten(Message):
-    """Message: the checkpoint is complete in storage and was verified by reading it.
+    """Report that a checkpoint is complete in storage, and was verified by reading it back.
 
     Args:
-        commit: the commit that it contains.
+        commit: commit that the checkpoint contains.
     """
 
     generation: int
     number: int
     commit: Commit
-    place: str  # folder of the commit
-    size: int  # size in bytes
+    place: str  # directory of the commit in storage
+    size: int  # size of the checkpoint in bytes
     took_s: Finite
     step: int | None = None  # step counter of the state, or None
 
@@ -678,7 +693,7 @@ class CheckpointWritten(Message):
 
 
 class Welcome(Message):
-    """Answer to Hello, with a provisional place.
+    """Answer to Hello, with a provisional place in the world.
 
     Args:
         newcomer: if a world is already training, the format of its batches as in the last `StepInput`, possibly empty.
@@ -692,15 +707,15 @@ class Welcome(Message):
 
 
 class World(Message):
-    """Message: a new world has formed. Contains the receiver's place in it.
+    """Notice that a new world has formed, with the receiver's place in it.
 
     Ranks ``0 .. holders-1`` hold ``commit``, the newest commit. The other ranks receive it from rank 0. If no worker
     has committed, ``holders`` is 0 and ``commit`` is None, and rank 0 is the source of the state.
 
     Args:
-        run: ID under which this world's checkpoints are written, 0 without checkpoints. After a failover, the new
-            driver uses another ID, and all workers must use the same one.
-        checkpoint: whether the initial commit is made durable before training starts.
+        run: ID under which all workers write this world's checkpoints, or 0 without checkpoints. It changes when a
+            driver takes over after a failover.
+        checkpoint: whether to make the initial commit durable before training starts.
     """
 
     generation: int
@@ -714,9 +729,9 @@ class World(Message):
 
 
 class Broken(Message):
-    """Message: this generation has ended.
+    """Notice that this generation has ended.
 
-    The receiver closes its sockets, restores the last commit, and reports ready.
+    The receiver closes its sockets, restores the last commit, and sends Ready.
     """
 
     generation: int
@@ -734,7 +749,7 @@ class Prepare(Message):
 
 
 class StopAt(Message):
-    """Order to stop at this safepoint, sent to all workers."""
+    """Order, sent to all workers, to stop at this safepoint."""
 
     generation: int
     change: int
@@ -742,7 +757,7 @@ class StopAt(Message):
 
 
 class Proceed(Message):
-    """Notice that the planned change is cancelled, and that the receiver continues."""
+    """Notice that the planned change was cancelled, so the receiver continues."""
 
     generation: int
     change: int
@@ -752,7 +767,7 @@ class Leave(Message):
     """Order to leave the job and to exit with code 0, or with code 1 if ``fenced``.
 
     Args:
-        fenced: whether the driver has fenced the worker, so that its later work is discarded.
+        fenced: whether the driver has fenced the worker and discards its later work.
     """
 
     reason: str
@@ -762,16 +777,16 @@ class Leave(Message):
 class Restate(Message):
     """Request to report the current status again (see `Reconnected`), because messages may have been lost.
 
-    Sent by the agent after it reconnects.
+    The agent sends it to its workers after it has reconnected.
     """
 
 
 class Locate(Message):
-    """Request for the current line of the script, because other ranks wait for the receiver."""
+    """Request for the script line that the receiver is executing, because other ranks wait for it."""
 
 
 class Awaited(Message):
-    """Notice that the receiver waits for this rank, which executes this line of the script."""
+    """Notice that the receiver is waiting for this rank, with the script line that the rank is executing."""
 
     generation: int
     rank: int
@@ -779,17 +794,17 @@ class Awaited(Message):
 
 
 class Rejected(Message):
-    """Notice that the receiver's state does not match that of the world. The reason names the difference."""
+    """Notice that the receiver's state does not match that of the world. ``reason`` names the difference."""
 
     reason: str
 
 
 class StandBy(Message):
-    """Order: the world has its maximum size, so the receiver waits as a standby, without a timeout."""
+    """Order to wait as a standby without a timeout, because the world has its maximum size."""
 
 
 class Finish(Message):
-    """Message: the training function has returned on every worker of the world."""
+    """Notice that the training function has returned on every worker of the world."""
 
     generation: int
 
@@ -801,7 +816,7 @@ class End(Message):
 
 
 class ClockTold(Message):
-    """Answer to ClockAsked: the times at which it was received and answered, on the driver's monotonic clock."""
+    """Answer to ClockAsked: when it was received and when it was answered, on the driver's monotonic clock."""
 
     asked_ns: int
     heard_ns: int
@@ -809,13 +824,13 @@ class ClockTold(Message):
 
 
 class ReportsTaken(Message):
-    """Acknowledgement that all reports up to this number are delivered and need not be kept for another driver."""
+    """Acknowledgement that all reports up to this number were delivered, so the worker can discard them."""
 
     number: int
 
 
 class Tracing(Message):
-    """Order: start recording this timeline or, if ``on`` is False, stop and send the remaining records."""
+    """Order to start recording this timeline or, if ``on`` is False, to stop and send the remaining records."""
 
     timeline: int
     on: bool
@@ -825,12 +840,12 @@ class Tracing(Message):
 class HostsListed(Message):
     """Notice that the list of hosts has changed.
 
-    Listeners of the script receive it. Changes of the world are announced by Prepare.
+    It is passed to listeners in the script. Changes of the world are announced by Prepare.
     """
 
 
 class TracesTaken(Message):
-    """Message: one `Traced` was written to the file, so the worker may send another one."""
+    """Acknowledgement that a `Traced` was written to the file, so the worker may send another."""
 
     timeline: int
 
@@ -845,30 +860,32 @@ class TimelineAnswer(Message):
 
 
 class MakeDurable(Message):
-    """Order to write the first commit of this generation from ``number`` on to the storage."""
+    """Order to write a commit to storage: the first one of this generation with at least this ``number``."""
 
     generation: int
     number: int
 
 
 class CheckpointSoon(Message):
-    """Request for a last checkpoint, because the job stops or its machines are preempted. Rank 0 starts it."""
+    """Request for a final checkpoint, because the job is stopping or its machines are being preempted. Rank 0 starts
+    it.
+    """
 
     generation: int
 
 
 class SealCheckpoint(Message):
-    """Order to rank 0 to write the manifest, which completes the checkpoint, because all parts are written."""
+    """Order to rank 0 to complete the checkpoint by writing the manifest, because all parts were written."""
 
     generation: int
     number: int
 
 
 class DropCheckpoint(Message):
-    """Order to stop writing the checkpoint, because it is cancelled.
+    """Order to stop writing a checkpoint that was cancelled.
 
     Args:
-        again: whether the checkpoint is retried, because the request reached a rank too late.
+        again: whether the checkpoint will be retried. It is if the request reached a rank too late.
     """
 
     generation: int
@@ -877,7 +894,7 @@ class DropCheckpoint(Message):
 
 
 class CheckpointDone(Message):
-    """Notice that the checkpoint is complete and contains this commit."""
+    """Notice that the checkpoint is complete, with the commit that it contains."""
 
     generation: int
     number: int
@@ -957,7 +974,7 @@ from_driver: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromDriver)
 
 
 def encoded(message: msgspec.Struct, limit: int = FRAME_LIMIT) -> bytes:
-    """Encode the body of a frame. Raises ProtocolError if it exceeds ``limit`` bytes."""
+    """Encode a message as the body of a frame. Raises ProtocolError if it exceeds ``limit`` bytes."""
     try:
         body = _encoder.encode(message)
     except UnicodeEncodeError:  # An error message may contain a file name that is not valid UTF-8.

@@ -1,6 +1,6 @@
 """Limits on the number and age of a listener's unauthenticated connections. Pure: no I/O, no clock.
 
-Any number of peers may connect. At the limit, the oldest connection is dropped in favor of the newest, because a
+Any peer may connect. At the limit, the oldest unauthenticated connection is closed and the new one accepted, because a
 legitimate peer authenticates quickly.
 """
 
@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-COUNT_LIMIT = 4096  # maximum number of pending handshakes of one listener
-BYTES_LIMIT = 128 * 1024 * 1024  # maximum number of bytes that all pending peers together may send
+COUNT_LIMIT = 4096  # maximum number of unauthenticated connections of one listener
+# maximum number of bytes that all unauthenticated peers together may send
+BYTES_LIMIT = 128 * 1024 * 1024
 
 Caller = TypeVar("Caller", bound=Hashable)
 
 
 def count_limit(bytes_each: int, descriptors: int, extra: int = 0) -> int:
-    """Return the maximum number of unauthenticated connections of a listener.
+    """Return the maximum number of unauthenticated connections for a listener.
 
-    At most a quarter of the process's descriptor limit, because most descriptors are for authenticated peers.
+    It is at most a quarter of the process's limit of file descriptors, because authenticated peers need most of them.
 
     Args:
         bytes_each: number of bytes that each peer may send before it authenticates.
-        descriptors: the process's limit of descriptors; negative means unlimited.
-        extra: number of peers that may connect at once.
+        descriptors: limit of file descriptors of the process; negative means unlimited.
+        extra: number of peers that may connect at the same time.
     """
     most = min(COUNT_LIMIT, BYTES_LIMIT // bytes_each)
     return (most if descriptors < 0 else max(16, min(most, descriptors // 4))) + extra
@@ -41,7 +42,7 @@ class PendingHandshakes(Generic[Caller]):
         return caller in self._since
 
     def add(self, caller: Caller, now: float) -> Caller | None:
-        """Add a connection. Return the connection that must be closed instead, or None."""
+        """Add a connection. Return the connection to close in its place, or None."""
         oldest = next(iter(self._since)) if len(self._since) >= self._limit else None
         if oldest is not None:
             del self._since[oldest]
@@ -56,5 +57,5 @@ class PendingHandshakes(Generic[Caller]):
         return list(self._since)
 
     def late(self, now: float) -> list[Caller]:
-        """Return the connections that have timed out."""
+        """Return the connections whose handshake has timed out."""
         return [each for each, since in self._since.items() if now - since > self._patience_s]

@@ -12,10 +12,10 @@ from types import FrameType
 from typing import Any
 
 DIR = "ELASTIC_CHECKPOINT_DIR"  # variable of the checkpoint folder, as in `checkpoints.options`
-MOST = 5000  # maximum number of paths that are recorded
+MOST = 5000  # maximum number of recorded paths
 _OPENS = frozenset({"open", "sqlite3.connect"})
 _LISTS = frozenset({"os.listdir", "os.scandir"})
-# audit events after which files may be read without being recorded
+# audit events of operations that may read files without further events
 _LEAVES = frozenset(
     {
         *("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork", "os.forkpty"),
@@ -23,11 +23,12 @@ _LEAVES = frozenset(
     }
 )
 _EVENTS = _OPENS | _LISTS | _LEAVES
-# modules that act on behalf of their caller
+# modules that read files on behalf of their caller
 _STANDARD = sys.stdlib_module_names | {"fsspec", "tenacity"}
 _IMPORTS = ("_frozen_importlib_external", "importlib")
-_READERS = ("data", "integrations")  # modules of this package that read on behalf of a script
-# packages whose compiled code opens files only through Python; they may load libraries
+# modules of this package that read files on behalf of the script
+_READERS = ("data", "integrations")
+# packages whose compiled code opens files only through Python, apart from loading libraries
 _KNOWN = frozenset(
     {
         *("elastic", "functorch", "horovod", "markupsafe", "msgspec", "numpy", "optree", "pandas"),
@@ -37,9 +38,9 @@ _KNOWN = frozenset(
 
 
 class ReadPaths:
-    """Record of the paths that one process has read.
+    """Paths that one process has read.
 
-    ``files`` and ``folders`` are absolute. ``unseen`` names reads that were not traced.
+    ``files`` and ``folders`` are absolute paths. ``unseen`` describes reads that could not be recorded.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class ReadPaths:
         self._process = os.getpid()
 
     def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Handle an audit event. See `sys.addaudithook`."""
+        """Record the path of an audit event. See `sys.addaudithook`."""
         if event in _EVENTS and not self.unseen and os.getpid() == self._process:
             try:
                 self._note(event, arguments)
@@ -79,19 +80,19 @@ class ReadPaths:
 
 
 def _writes(arguments: tuple[Any, ...]) -> bool:
-    """Return whether a file is opened for writing only."""
+    """Return whether a file is opened only for writing."""
     flags = arguments[2] if len(arguments) > 2 else 0
     return isinstance(flags, int) and flags & os.O_ACCMODE == os.O_WRONLY
 
 
 def _caller(frame: FrameType | None) -> str | None:
-    """Return the package that reads a file, ignoring frames of the standard library.
+    """Return the package that reads a file. Frames of the standard library are skipped.
 
-    Return None for imports and for this package's own work.
+    Return None for imports, and for files that this package reads for its own use.
     """
     name = _name(frame)
     if name.partition(".")[0] in _IMPORTS:
-        return None  # `checkpoints.finished_training` reads the modules itself.
+        return None  # Not recorded here: `checkpoints.finished_training` reads the modules itself.
     while frame is not None and name.partition(".")[0] in _STANDARD:
         frame = frame.f_back
         name = _name(frame)
@@ -105,12 +106,12 @@ def _name(frame: FrameType | None) -> str:
 
 
 def compiled() -> set[str]:
-    """Return imported packages with compiled code that may open files directly."""
+    """Return the imported packages with compiled code, which may open files without an audit event."""
     found: set[str] = set()
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.endswith((".so", ".pyd")):
-            # Some extension modules have names unrelated to their package. The folder identifies the package.
+            # Some extension modules are not named after their package, so use the name of the folder.
             installed = file.replace("dist-packages", "site-packages").rpartition("site-packages/")
             root = (installed[2] if installed[1] else name.replace(".", "/")).partition("/")[0]
             if root.partition(".")[0] not in _KNOWN | _STANDARD:

@@ -1,7 +1,7 @@
 """Values that `report` accepts, and their encoding. Pure: no I/O, no clock.
 
-Accepted are numbers, strings, None, and lists and dicts of these: the types of JSON, plus NaN and infinity. Both ends
-validate values.
+`report` accepts numbers, strings, None, and lists and dicts of these: the types of JSON, plus NaN and infinity. Sender
+and receiver both validate values.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _decoder: msgspec.msgpack.Decoder[Metrics] = msgspec.msgpack.Decoder(Metrics)
 
 @dataclass(frozen=True)
 class Report:
-    """One call of ``elastic.report`` by a worker, as received by the process that started the job."""
+    """One ``elastic.report`` call of a worker, as received by the process that started the job."""
 
-    rank: int  # rank, and below size and generation, at the time of the report
+    rank: int  # rank at the time of the report, like size and generation below
     size: int
     generation: int
-    worker: str  # name of the worker, host:slot#start
+    worker: str  # name of the worker, in the form host:slot#start
     metrics: Metrics
-    at: float  # time of the report in seconds since 1970, by the worker's clock
+    at: float  # time of the report in seconds since 1970, on the worker's clock
 
 
 def packed(metrics: Mapping[str, Any]) -> bytes:
-    """Encode metrics.
+    """Validate and encode metrics.
 
     Raises:
         TypeError: a value has an unsupported type. The message names its key.
@@ -57,7 +57,7 @@ def packed(metrics: Mapping[str, Any]) -> bytes:
 
 
 def unpacked(worker: Worker, reported: Reported) -> Report:
-    """Decode a report.
+    """Validate and decode a report.
 
     Raises ValueError if the report is invalid, because any process with the job's secret can send one.
     """
@@ -82,7 +82,7 @@ def _dict(values: Mapping[Any, Any], path: Path) -> Metrics:
 
 
 def _plain(value: Any, path: Path) -> Any:
-    # Exact types without subclasses, because msgspec does not support the float subclass numpy.float64.
+    # Compare exact types: msgspec does not support numpy.float64, which is a subclass of float.
     if isinstance(value, float):
         return float.__float__(value)
     if value is None or value is True or value is False:
@@ -129,8 +129,8 @@ def _only(value: Any, path: Path) -> Any:
 def _count(value: Any) -> int | None:
     if isinstance(value, type) or not callable(getattr(value, "item", None)):
         return None
-    numel = getattr(value, "numel", None)  # method of torch tensors
-    # attribute of numpy arrays
+    numel = getattr(value, "numel", None)  # torch tensors have this method
+    # numpy arrays have this attribute
     count = numel() if callable(numel) else getattr(value, "size", None)
     return count if isinstance(count, int) else None
 

@@ -1,4 +1,4 @@
-"""Environment variables that enable or disable a feature, as driver and workers read them. Pure: no I/O, no clock."""
+"""Environment variables that enable or disable a feature, read by driver and workers. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 from elastic.errors import Invalid
 
-TENSORS = "tensors"  # a value of ELASTIC_DIGESTS
+TENSORS = "tensors"  # value of ELASTIC_DIGESTS
 _VALUES = {"0": False, "false": False, "off": False, "1": True, "true": True, "on": True}
 
 
 def switch(env: Mapping[str, str], name: str, default: bool = False, words: str = "1 or 0") -> bool:
-    """Parse an environment variable that is on or off. Raises Invalid if it has another value.
+    """Parse the value of an environment variable that is on or off. Raises Invalid for any other value.
 
     Args:
         default: value if the variable is unset or empty.
-        words: the allowed values, as listed in the error message.
+        words: description of the allowed values, for the error message.
     """
     text = env.get(name, "").strip().lower()
     value = _VALUES.get(text) if text else default

@@ -1,7 +1,7 @@
 """TLS of a control connection: creates contexts from PEM files, and encrypts and decrypts bytes. Opens no socket.
 
-Both ends present a certificate signed by the job's CA. Host names are not checked, since hosts change. The
-challenge of `elastic.protocol.framing`, which TLS does not replace, proves that the peer belongs to this job.
+Both ends present a certificate signed by the job's CA. Host names are not checked, since hosts change. TLS does not
+replace the challenge of `elastic.protocol.framing`, which proves that the peer belongs to this job.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from elastic.errors import Invalid
 from elastic.protocol.messages import ProtocolError
 
 FLAGS = "--tls-cert, --tls-key and --tls-ca"
-_PIECE = 1 << 16  # number of bytes read at once
+_PIECE = 1 << 16  # maximum number of decrypted bytes per read
 _RECORDS = range(20, 24)  # possible first bytes of a TLS record
-# OpenSSL's names of alerts that the peer has sent
+# OpenSSL's names for alerts that the peer has sent
 _ALERTS = ("SSLV3_ALERT_", "TLSV1_ALERT_", "TLSV13_ALERT_")
 _TOO_OLD = ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "ALERT_PROTOCOL_VERSION")
 
 
 class TlsFailed(ProtocolError):
-    """Error raised when the peer does not use TLS or is not authorized. The message states the reason."""
+    """Error raised when the peer does not use TLS, or when one end rejects the other's certificate."""
 
 
 def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
-    """Create the TLS context for one end, from paths of PEM files. Raises Invalid if a file cannot be used."""
+    """Create the TLS context of one end, from paths of PEM files. Raises Invalid if a file cannot be used."""
     for flag, path in (("--tls-cert", cert), ("--tls-key", key), ("--tls-ca", ca)):
         try:
             with open(path, "rb") as file:
@@ -40,7 +40,8 @@ def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
     made.verify_mode = ssl.CERT_REQUIRED
     made.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION | ssl.OP_NO_TICKET
     if server:
-        made.num_tickets = 0  # Connections last as long as the job, so sessions are never resumed.
+        # Connections last as long as the job, so session tickets would never be used.
+        made.num_tickets = 0
     try:
         made.load_verify_locations(ca)
     except ssl.SSLError:
@@ -66,7 +67,7 @@ def context(cert: str, key: str, ca: str, *, server: bool) -> ssl.SSLContext:
 
 
 def check(cert: str, key: str, ca: str) -> None:
-    """Raise Invalid unless two ends with these files would accept each other now."""
+    """Raise Invalid unless two ends with these files would currently accept each other."""
     client = TlsEndpoint(context(cert, key, ca, server=False), server=False)
     server = TlsEndpoint(context(cert, key, ca, server=True), server=True)
     try:
@@ -87,7 +88,7 @@ class TlsEndpoint:
 
     Received bytes are passed to `feed`, and `due` returns the bytes to send. Not thread-safe.
 
-    Data passed before the handshake is complete are sent afterwards.
+    Data to send that is passed before the handshake completes is sent afterwards.
     """
 
     def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
@@ -103,10 +104,10 @@ class TlsEndpoint:
         """Decrypt received bytes.
 
         Returns:
-            The decrypted bytes. May be empty.
+            The decrypted bytes, possibly none.
 
         Raises:
-            TlsFailed: the peer sent invalid data. `due` may then return an alert to send.
+            TlsFailed: the peer sent invalid data. Afterwards, `due` may return an alert to send.
         """
         if data and not self._begun:
             self._begun = True
@@ -123,7 +124,7 @@ class TlsEndpoint:
             while part := self._tls.read(_PIECE):
                 parts.append(part)
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
-            pass  # After SSLZeroReturnError, the stream ends.
+            pass  # SSLZeroReturnError: the peer has ended the stream.
         except ssl.SSLError as error:
             raise TlsFailed(_explained(error)) from error
         return b"".join(parts)
@@ -135,12 +136,12 @@ class TlsEndpoint:
         view = memoryview(data)
         try:
             while view:
-                view = view[self._tls.write(view) :]  # One TLS record is written at a time.
+                view = view[self._tls.write(view) :]  # Each write produces one TLS record.
         except ssl.SSLError as error:
             raise TlsFailed(_explained(error)) from error
 
     def due(self) -> bytes:
-        """Return the bytes to be sent now, each once."""
+        """Return the bytes to send now. Each byte is returned once."""
         return self._leaving.read()
 
 

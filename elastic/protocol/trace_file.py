@@ -2,10 +2,10 @@
 
 The file is one JSON array. Each write replaces the closing bracket by the new events and a new bracket in a single
 pwrite, so that the file contains the previous or the new array even if the process is killed. If a write is incomplete
-because the disk is full, its part is removed and the old bracket is restored.
+because the disk is full, the written part is removed and the old bracket is restored.
 
-File systems do not guarantee that a concurrent reader sees all of a write or none of it. A reader can see a part during
-the microseconds in which it is copied to the page cache.
+File systems do not guarantee atomic writes to concurrent readers: a reader can see part of a write for the microseconds
+in which it is copied to the page cache.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ def is_free(path: str) -> bool:
     except FileNotFoundError:
         return True
     except (OSError, ValueError):
-        return False  # The constructor of TraceFile reports this error.
+        return False  # The constructor of TraceFile reports this error with the reason.
 
 
 class TraceFile:
-    """New timeline file, which replaces an existing file at the path. Raises Invalid if it cannot be written."""
+    """New timeline file, which replaces any file at the path. Raises Invalid if it cannot be written."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            # The file is written under a temporary name first, so that the path contains valid JSON from the start.
+            # Write the file under a temporary name first, so that the path contains valid JSON from the start.
             target = os.path.realpath(path)
             beginning = f"{target}.{os.getpid()}.new"
             if os.path.exists(target) and not os.path.isfile(target):
                 raise OSError(errno.EINVAL, "the path is not a regular file")
             with contextlib.suppress(FileNotFoundError):
-                # O_EXCL refuses a link that another process may create at this path.
+                # With O_EXCL, a link that another process has created at this path is not followed.
                 os.unlink(beginning)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(beginning, flags, 0o644)
@@ -61,12 +61,12 @@ class TraceFile:
             raise Invalid(
                 f"the timeline {path!r} can't be written: {why}. Pass the path of a file in a writable folder"
             ) from None
-        self._end = len(OPENING)  # offset of the next event
+        self._end = len(OPENING)  # offset in bytes at which the next event is written
         self._empty = True
         self.size = self._end + len(CLOSING)  # size of the file in bytes
 
     def append(self, events: Sequence[str]) -> None:
-        """Append JSON objects. Raises OSError if the disk is full, leaving the file as it was."""
+        """Append JSON objects. If the disk is full, raises OSError and leaves the file unchanged."""
         if not events:
             return
         comma = b"" if self._empty else b",\n"
@@ -75,7 +75,7 @@ class TraceFile:
             self._put(text + CLOSING, self._end)
         except OSError:
             with contextlib.suppress(OSError):
-                # Cannot fail on a full disk, because these blocks are already allocated.
+                # These blocks are already allocated, so this write succeeds even on a full disk.
                 os.pwrite(self._fd, CLOSING, self._end)
                 os.ftruncate(self._fd, self.size)
             raise
@@ -91,7 +91,7 @@ class TraceFile:
 
     def _put(self, text: bytes, at: int) -> None:
         written = os.pwrite(self._fd, text, at)
-        if written != len(text):  # The error of a full disk is raised at the next write.
+        if written != len(text):  # An error due to a full disk is raised again at the next write.
             raise OSError(
                 errno.ENOSPC, f"no space left on the device after {written} of {len(text)} bytes"
             )

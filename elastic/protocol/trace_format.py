@@ -1,10 +1,10 @@
 """Format of timeline records as JSON for Perfetto and chrome://tracing. Pure: records in, text out.
 
-The format is the JSON array of Google's "Trace Event Format". Workers are represented as processes and tensors as
-threads, so that nested phases are drawn inside each other. Times are microseconds since the timeline began.
+The format is the JSON array of Google's "Trace Event Format". Each worker is shown as a process and each tensor as a
+thread, so that nested phases are drawn inside each other. Times are microseconds since the timeline began.
 
-Thread IDs are unique across processes and differ from process IDs, because Perfetto merges threads with equal IDs and
-treats a thread with the ID of its process as the main thread.
+Thread IDs are unique across processes and differ from process IDs: Perfetto merges threads with equal IDs, and treats a
+thread whose ID equals its process's ID as the main thread.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 from elastic.protocol.messages import Trace
 
-# Maximum number of rows per process, because a script may give each collective a different name.
+# Maximum number of rows per process. Needed because a script may give every collective a different name.
 ROWS_LIMIT = 10_000
-LOST = "dropped records"  # name of the row for dropped records
-OTHERS = "others"  # name of the row for all records after ROWS_LIMIT rows
-NAME_LIMIT = 200  # maximum characters of a row's or an event's name
+LOST = "dropped records"  # name of the row that shows dropped records
+OTHERS = "others"  # name of the row that shows all records after a process has ROWS_LIMIT rows
+NAME_LIMIT = 200  # maximum number of characters of the name of a row or an event
 FIRST_ROW = 1_000_001
 KINDS = frozenset("XBEi")
 
 
 class TraceFormat:
-    """Formatter of the records of one timeline file.
+    """Formats the records of one timeline file.
 
     Args:
         start_ns: start of the timeline on the clock of all records, in nanoseconds.
@@ -36,18 +36,20 @@ class TraceFormat:
         self._start_ns = start_ns
         self._epoch_us = epoch_us
         self._processes: dict[str, int] = {}
-        self._names: dict[str, str] = {}  # current name of each process
+        self._names: dict[str, str] = {}  # most recent name of each process
         self._rows: dict[tuple[int, str], int] = {}
         self._rows_of: dict[int, int] = {}  # number of rows of each process
         self._quoted: dict[str, str] = {}
 
     def opening(self) -> list[str]:
-        """Return the first event, named as in Horovod: when the timeline began, in microseconds since 1970."""
+        """Return the first event, which contains the start of the timeline in microseconds since 1970. Its name is
+        Horovod's.
+        """
         name = "start_time_since_epoch_in_micros"
         return [self._meta(name, 1, None, {name: self._epoch_us})]
 
     def process(self, key: str, name: str, order: int) -> list[str]:
-        """Set a process's current name, and its position in the display."""
+        """Return the events that set a process's name and its position in the display."""
         if self._names.get(key) == name:
             return []
         self._names[key] = name
@@ -58,13 +60,13 @@ class TraceFormat:
         ]
 
     def knows(self, key: str) -> bool:
-        """Return whether this process has a name."""
+        """Return whether this process has been named."""
         return key in self._names
 
     def records(self, key: str, records: Iterable[Trace], offset_ns: int = 0) -> list[str]:
         """Format the records of one process, in order.
 
-        ``offset_ns`` is added to their times. Unknown kinds are skipped.
+        ``offset_ns`` is added to their times. Records of an unknown kind are skipped.
         """
         lines: list[str] = []
         since_ns = self._start_ns - offset_ns
@@ -88,12 +90,12 @@ class TraceFormat:
         return lines
 
     def event(self, key: str, record: Trace, args: Mapping[str, Any]) -> list[str]:
-        """Format one record with details that a viewer shows when it is selected."""
+        """Format one record. The details are shown when a user selects the event in a viewer."""
         *rows, line = self.records(key, [record])
         return [*rows, f'{line[:-1]},"args":{json.dumps(dict(args))}}}']
 
     def dropped(self, key: str, count: int, at_ns: int) -> list[str]:
-        """Return an instant event that marks missing records."""
+        """Return an instant event that marks where records are missing."""
         record = ("i", LOST, f"{count} records dropped", at_ns, 0)
         return self.event(key, record, {"count": count})
 

@@ -53,7 +53,7 @@ class GradientPlan:
     ) -> None:
         self._options = options
         self._fusion_bytes = fusion_bytes
-        self._full_at = (0, 0)  # maximum sizes in bytes of the first bucket and of any other
+        self._full_at = (0, 0)  # sizes in bytes at which the first bucket, and any other, is closed
         self.named = named
         self._train(tuple(int(parameter.requires_grad) for _, parameter in named))
         self.sparse: dict[int, int] = {}  # number of sparse dimensions, by slot number
@@ -104,7 +104,7 @@ class GradientPlan:
         Args:
             sparse: number of sparse dimensions, by slot number.
             order: slot numbers, in the order in which their gradients become ready.
-            full_at: maximum sizes in bytes of the first bucket and of any other.
+            full_at: sizes in bytes at which the first bucket, and any other, is closed.
         """
         wanted = sparse, order, full_at
         if not self.buckets or wanted != (self.sparse, self.order, self._full_at):

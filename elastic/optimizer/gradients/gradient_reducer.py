@@ -706,7 +706,7 @@ def _look(first: FirstNotFinite, twin: int, plan: GradientPlan) -> None:
 
 
 def bucket_bytes(world: Context, device: torch.device) -> tuple[int, int]:
-    """Return the maximum sizes in bytes of the first bucket and of any other bucket.
+    """Return the sizes in bytes at which the first bucket, and any other bucket, is closed.
 
     They are HOROVOD_FUSION_THRESHOLD or a default. They are equal on all ranks, even if hosts have different numbers of
     ranks.

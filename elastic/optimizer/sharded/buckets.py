@@ -1,9 +1,9 @@
 """Flat buffers in which the gradients of a rank's shards are summed along the reduction tree and sent.
 
-A gradient to which other gradients of this rank will be added is kept as the backward pass computed it. The other
-gradients are added to it along the tree (`elastic.exact.tree`) while they are still in the caches, without copies. Each
-completed partial sum of this rank is written into a separate flat buffer. The buffers are ordered from the lowest
-partial up. The first buffer becomes the result, and ``parameter.grad`` is a view of it.
+If other gradients of this rank will be added to a gradient, that gradient stays where the backward pass wrote it. The
+others are added to it along the tree (`elastic.exact.tree`) while they are still in the caches, without copies. Each
+completed partial sum of this rank is written into its own flat buffer. The buffers are in ascending order of the
+partials. The first buffer receives the result, and ``parameter.grad`` is a view of it.
 
 With compression, all buffers have the smaller dtype: each shard's gradient is rounded to it before the summation, and
 so is each sum. The result is then copied into a buffer of the gradients' own dtype.
@@ -34,7 +34,8 @@ ROOM = 64
 class ShardBucket:
     """Bucket of parameters of one dtype and device.
 
-    Gradient i starts at element ``offsets[i]`` of ``elements``. Sums are computed and sent in ``dtype``.
+    The bucket has ``elements`` elements, and gradient i starts at element ``offsets[i]``. Sums are computed and sent in
+    ``dtype``.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class ShardBucket:
         self.work: Work | None = None
         self._small = [each.nbytes < SMALL_BYTES for each in parameters]
         self._waiting: list[int] = []
-        self._held: list[list[torch.Tensor]] = [[] for _ in parameters]  # values to be merged later
+        # for each parameter, the values that later gradients are merged with
+        self._held: list[list[torch.Tensor]] = [[] for _ in parameters]
         self._merge = tree.Merge(0, 0, 0)
         self._completes = False
         self._last = False
         self._divisor = 1
         self._adds = host_sum.may(dtype, self.device)
-        # gradients of the parameters after the last shard
+        # gradients of the parameters as set after the last shard
         self._given: list[torch.Tensor] = []
         self._versions = [0] * len(parameters)
         self.make(1)
@@ -71,7 +73,7 @@ class ShardBucket:
         self.stride = self.elements + ROOM
         self.places = zeros(depth * self.stride, self.dtype, self.device).view(depth, self.stride)
         self.flat = list(self.places)
-        # The buffers to sum and send: complex numbers are viewed as pairs of real ones.
+        # Views of the buffers to sum and send, in which complex numbers are pairs of real ones.
         self.sent = self.places
         if self.dtype.is_complex:
             self.sent = torch.view_as_real(self.places).view(depth, -1)
@@ -104,12 +106,12 @@ class ShardBucket:
 
     @property
     def sent_elements(self) -> int:
-        """Return the number of elements in each row of ``sent``, without the padding."""
+        """Return the number of elements in each row of ``sent``, excluding padding."""
         return self.elements * (2 if self.dtype.is_complex else 1)
 
     @property
     def shared(self) -> bool:
-        """Return whether the other ranks of the host can access the memory of the buffers."""
+        """Return whether the other ranks of this host can access the memory of the buffers."""
         mine = arena.mine() if self.device.type == "cpu" else None
         at, size = self.places.data_ptr(), self.places.nbytes
         return mine is not None and mine.offset_of(at, size) is not None
@@ -118,13 +120,13 @@ class ShardBucket:
 
     def step_begins(self) -> None:
         for parameter in self.parameters:
-            # Remove the gradient of the previous step, which does not belong to any shard.
+            # Remove the previous step's gradient, which no shard of this step may add to.
             parameter.grad = None
         self.drop()
         self.missing = -1
 
     def drop(self) -> None:
-        """Discard the values to be merged."""
+        """Discard the values that are waiting to be merged."""
         for held in self._held:
             held.clear()
 
@@ -134,10 +136,10 @@ class ShardBucket:
         """Begin a shard.
 
         Args:
-            merge: the merges that follow the shard's gradient.
-            completes: whether the shard completes a partial, which is then divided by ``divisor``.
+            merge: merges to perform with the shard's gradient.
+            completes: whether the shard completes a partial sum, which is then divided by ``divisor``.
             last: whether the shard is the last of this rank's shards.
-            divisor: divisor of the partial.
+            divisor: divisor of the partial sum.
         """
         self.missing = len(self.parameters)
         self._merge, self._completes, self._last = merge, completes, last
@@ -145,7 +147,7 @@ class ShardBucket:
         self._waiting.clear()
 
     def take(self, position: int) -> None:
-        """Process a parameter's gradient for the current shard when it is complete. The gradient may be None."""
+        """Process a parameter's complete gradient for the current shard, or None if it has no gradient."""
         self._waiting.append(position)
         self.missing -= 1
         if not self._small[position]:
@@ -185,10 +187,10 @@ class ShardBucket:
         held: list[list[torch.Tensor]],
         views: list[torch.Tensor] | None,
     ) -> bool:
-        """Perform all merges of one gradient in a single pass over memory. Return False if this is not possible.
+        """Perform all merges of one gradient in a single pass over memory. Return False if that is not possible.
 
-        The gradient is merged with the most recent of the held values, in reverse order. The tree's sum is therefore a
-        sequential sum: ``a + (b + (c + d))`` is bitwise identical to ``((d + c) + b) + a``.
+        The gradient is merged with the held values, newest first. The tree's sum is therefore a sequential sum: ``a +
+        (b + (c + d))`` is bitwise identical to ``((d + c) + b) + a``.
         """
         merges = self._merge.merges
         if not self._adds or merges == 0 or len(values) > 1:
@@ -220,17 +222,18 @@ class ShardBucket:
             copy.run(value, [value[0].data_ptr()])
         else:
             torch._foreach_copy_(views, value)
-        for view in views:  # torch._foreach_div_ would round the divisor to half precision first.
+        # Not torch._foreach_div_, which would first round the divisor to half precision.
+        for view in views:
             rescale_(view, 1.0, self._divisor)
 
     def values(self, position: int) -> list[torch.Tensor]:
-        """Return the views of a parameter in the buffers of all partials."""
+        """Return the views of a parameter in this rank's buffers, one for each partial sum."""
         return [views[position] for views in self._views]
 
     def give(self, divisor: int) -> None:
         """Set the parameters' gradients to views of the complete sum, even on a rank without shards.
 
-        A compressed sum is divided by ``divisor`` here. All other sums were divided before.
+        A compressed sum is divided by ``divisor`` here. Other sums have already been divided.
         """
         if self.compressed:
             self._result.copy_(self.flat[0][: self.elements])
@@ -240,7 +243,7 @@ class ShardBucket:
                 parameter.grad = given
 
     def check_untouched(self, name_of: Callable[[torch.Tensor], str]) -> None:
-        """Raise Invalid if the script has modified a gradient since the last shard's gradient was processed."""
+        """Raise Invalid if the script has modified a gradient since the last shard was processed."""
         for parameter, given, version in zip(
             self.parameters, self._given, self._versions, strict=True
         ):

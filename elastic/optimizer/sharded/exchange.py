@@ -1,8 +1,8 @@
-"""Sum of the ranks' partial sums along the reduction tree, bitwise identical with any transport.
+"""Exchange that adds up the ranks' partial sums along the reduction tree. Bitwise identical with any transport.
 
-Each rank owns a piece of a bucket. It receives the other ranks' partials of that piece, evaluates the program of
+Each rank owns a piece of a bucket. It receives the other ranks' partial sums of that piece, evaluates the program of
 `elastic.exact.tree` on them, and sends the result to all ranks. Sums are elementwise, so the assignment of pieces does
-not affect them. If all ranks share memory, `elastic.collectives.shared_memory` does the same without copies.
+not affect the result. If all ranks share memory, `elastic.collectives.shared_memory` does the same without copies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastic.collectives.dtypes_and_ops import rescale_
 from elastic.collectives.interface import Collectives, Work
 from elastic.exact.tree import Program
 
-PIECE = 16  # Number of elements of which the length of each piece is a multiple.
+PIECE = 16  # The length of each piece is a multiple of this number of elements.
 
 
 def evaluate(
@@ -26,8 +26,8 @@ def evaluate(
     """Return the value at the root of the tree, divided by ``divisor``.
 
     Args:
-        program: the operations.
-        values: values by rank and place. They are overwritten.
+        program: operations of the evaluation.
+        values: partial sums, by rank and place. They are overwritten.
         divisor: divisor of the result.
     """
     stack: list[torch.Tensor] = []
@@ -42,15 +42,15 @@ def evaluate(
 
 
 class PartialsExchange:
-    """One exchange of the partial sums of one bucket.
+    """Exchange of the partial sums of one bucket.
 
     Args:
-        group: group of the ranks that exchange partials.
-        places: this rank's buffers, flat and of equal length, at least one. They contain its partials. The result
-            replaces the first one.
-        elements: number of elements to sum. The remaining elements of each buffer are padding.
-        program: the evaluation of the tree.
-        counts: number of partials of each rank.
+        group: group of the ranks that exchange partial sums.
+        places: this rank's flat buffers with its partial sums, of equal length. At least one. The first buffer receives
+            the result.
+        elements: number of elements to sum. Any further elements of a buffer are padding.
+        program: program that evaluates the tree.
+        counts: number of partial sums of each rank.
         divisor: divisor of the sum.
     """
 
@@ -98,7 +98,7 @@ class PartialsExchange:
             self._target[: self._elements].copy_(into[: self._elements])
 
     def done(self) -> bool:
-        """Return whether all communication has ended, after which buffers are not written to."""
+        """Return whether all communication has ended. Afterwards nothing is written to the buffers."""
         return self._work is None or self._work.done()
 
     def within(self, timeout_s: float) -> bool:
@@ -106,7 +106,7 @@ class PartialsExchange:
         return True
 
     def advance(self) -> None:
-        """Wait for the operation in flight, and start the next one.
+        """Wait for the in-flight operation, and start the next one.
 
         Raises:
             CollectiveFailed: a rank was lost.

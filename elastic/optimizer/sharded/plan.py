@@ -1,7 +1,8 @@
-"""Buckets of an optimizer's gradients that are summed over shards, and the slot of each parameter.
+"""Buckets of an optimizer's gradients that are summed over shards, and the slots that assign parameters to them.
 
-`gradients/bucket_plan.py` decides from sizes and from the order in which gradients become ready. This module creates
-the buffers and assigns a slot to each trained parameter. Sums are elementwise and do not depend on the plan.
+`gradients/bucket_plan.py` assigns gradients to buckets by size and by the order in which they become ready. This module
+creates the buffers and assigns a slot to each trained parameter. Sums are elementwise, so their results do not depend
+on the plan.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from elastic.optimizer.sharded.buckets import ShardBucket
 
 
 class ShardSlot:
-    """Slot of one trained parameter in a bucket, with its remaining backward passes in the current shard."""
+    """Place of one trained parameter in a bucket, with the number of its remaining backward passes in the current
+    shard.
+    """
 
     __slots__ = ("bucket", "number", "passes_left", "position")
 
@@ -31,8 +34,8 @@ class ShardPlan:
     """Buckets and slots of one optimizer.
 
     Attributes:
-        slots: slots by ID of the parameter.
-        order: the agreed order of the parameters, or None.
+        slots: slots, keyed by the parameter's ID.
+        order: order of the parameters on which the ranks have agreed, or None.
     """
 
     def __init__(self, compression: Compressor) -> None:
@@ -43,7 +46,7 @@ class ShardPlan:
         self._trained: Sequence[torch.Tensor] = []
         self._signature: list[tuple[object, ...]] = []
         self._full_bytes = bucket_plan.FULL_BYTES
-        self._in_memory: list[int] = []  # size of each gradient in bytes
+        self._in_memory: list[int] = []  # size in bytes of each gradient
 
     def train(self, parameters: Sequence[torch.Tensor], full_bytes: int) -> bool:
         """Create buckets for these parameters. Return whether the set of trained parameters has changed."""
@@ -64,14 +67,18 @@ class ShardPlan:
         memory.keep(max(self._in_memory, default=0), max(1, waiting) * sum(self._in_memory))
 
     def own_order(self, ready: Sequence[int]) -> tuple[int, ...]:
-        """Return the order that this rank proposes: the agreed order, or else the order observed in this step."""
+        """Return the order of gradients that this rank proposes: the agreed order, or else that observed in this
+        step.
+        """
         count = len(self._trained)
         return (
             self.order or bucket_plan.seen_order(ready, count) or bucket_plan.expected_order(count)
         )
 
     def take_order(self, order: tuple[int, ...]) -> None:
-        """Set the agreed order. If it is new, the gradients of the current step are moved to new buckets."""
+        """Set the agreed order. If it differs from the previous one, move the gradients of the current step to new
+        buckets.
+        """
         if order == self.order:
             return
         self.order, before = order, self.slots
@@ -84,10 +91,10 @@ class ShardPlan:
             torch._foreach_copy_(places[: len(partials)], partials)
 
     def lines(self, name_of: dict[int, str]) -> list[str]:
-        """Return the lines that must be equal on all ranks.
+        """Return the lines of settings that must be equal on all ranks.
 
         Args:
-            name_of: parameter names by id.
+            name_of: parameter names, keyed by the parameter's ID.
         """
         described = [
             f"{name_of[id(each)]} {each.dtype} as {self._sent_dtype(each)} {list(each.shape)}"

@@ -1,12 +1,12 @@
-"""Scheduling of the sums over a step's shards, bucket by bucket during the backward pass of the last shard.
+"""Schedules the sums over a step's shards. Buckets are reduced one by one during the last shard's backward pass.
 
-Gradients of a shard are put into their buckets as they become ready (`buckets`) and added to those of earlier shards,
-along the tree. In a rank's last shard, full buckets are launched in plan order. The loop over the shards ends when all
-buckets are complete. From then on, each gradient is the mean over all shards on all ranks, including spares.
+As the gradients of a shard become ready, they are added to those of earlier shards along the tree (`buckets`). In a
+rank's last shard, full buckets are launched in plan order. The loop over the shards ends when all buckets are complete.
+From then on, each gradient is the mean over all shards on all ranks, including spares.
 
-The first step of a world launches nothing before the end of its loop. There, the ranks compare their plans and adopt
-the order of gradients of rank 0, which it observed in its last shard or already had. Buckets follow this order, so that
-the first buckets are full early. Sums are elementwise and do not depend on the order.
+The first step of a world launches nothing before the end of its loop. At that point, the ranks compare their plans and
+adopt rank 0's order of gradients: the one agreed earlier, or else the order observed in its last shard. Buckets follow
+this order, so that the first buckets are full early. Sums are elementwise and do not depend on the order.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class ShardReducer:
     """Reducer that sums the gradients of one optimizer over shards.
 
     Args:
-        optimizer: the optimizer.
-        names: names of its parameters.
-        shards: the shards of each step.
+        optimizer: optimizer of the parameters.
+        names: names of the parameters.
+        shards: shards of each step.
         op: AVERAGE over shards, or SUM.
-        compression: a built-in compression, which only changes the dtype.
+        compression: built-in compression, which only changes the dtype.
         passes: number of backward passes per shard.
         sparse_as_dense: whether to convert sparse gradients to dense ones.
     """
@@ -73,41 +73,44 @@ class ShardReducer:
         self._passes = passes
         self._sparse_as_dense = sparse_as_dense
         self._hooks = GradientHooks(self)
-        self._lock = threading.Lock()  # Each device has its own backward thread.
+        self._lock = threading.Lock()  # needed because each device has its own backward thread
         self._plan = ShardPlan(compression)
-        # parameters of the last shard, in the order in which their gradients became ready
+        # parameters in the order in which their gradients became ready in the last shard
         self._ready: list[int] = []
         self._step: ShardStep | None = None
         self._program: tree.Program = ()
-        self._complete: dict[int, bool] = {}  # whether each shard of this rank completes a partial
+        # for each shard of this rank, whether it completes a partial sum
+        self._complete: dict[int, bool] = {}
         self._shard: tree.Merge | None = None
         self._last = False
-        # division of the shards that the ranks have compared
+        # assignment of shards to ranks that the ranks have compared
         self._held: tuple[tuple[int, ...], ...] | None = None
-        self._agreed: int | None = None  # generation in which the ranks compared the plan
+        self._agreed: int | None = None  # generation in which the ranks last compared the plan
         self._in_memory = False  # whether all ranks can access each other's buckets
         self._launched = 0
         self._stale: list[Work] = []
-        self._keeps = False  # whether gradients of the current shard are kept to be merged later
-        self._storages: set[int] = set()  # storages of the gradients that are kept
-        self._noting = False  # whether digests of gradients are requested
-        # digests of the checked shards and of those in second passes, by shard and parameter
+        # whether the current shard's gradients are kept to merge later ones with them
+        self._keeps = False
+        self._storages: set[int] = set()  # storages of these gradients
+        self._noting = False  # whether digests of the gradients are requested
+        # digests of checked shards and of second passes, by shard and parameter
         self._digests: dict[int, dict[str, int]] = {}
         self._second_digests: dict[int, dict[str, int]] = {}
-        self._checked = False  # whether the current shard is checked
-        # whether to find shards with suspicious gradients: infinite, NaN or unusually large
+        # whether the current shard is checked: its gradients are compared with other ranks'
+        self._checked = False
+        # whether to look for shards with suspicious gradients: infinite, NaN or unusually large
         self._examines = False
         # smallest and largest gradients of each shard
         self._extremes: dict[int, list[torch.Tensor]] = {}
-        self._second_pass: int | None = None  # the shard of the second pass in progress, or None
-        self._kept: list[torch.Tensor | None] = []  # gradients before the second pass
+        self._second_pass: int | None = None  # shard whose second pass is in progress, or None
+        self._kept: list[torch.Tensor | None] = []  # gradients as they were before the second pass
         shards.listen(self, trains=optimizer)
 
     @classmethod
     def of(
         cls, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], shards: Shards
     ) -> ShardReducer:
-        """Create a reducer for an unwrapped optimizer, with Average and one backward pass per shard.
+        """Create a reducer for an optimizer without a wrapper, with Average and one backward pass per shard.
 
         Raises:
             Invalid: an option is not supported.
@@ -138,12 +141,12 @@ class ShardReducer:
 
     @property
     def launched(self) -> int:
-        """Return the number of buckets of the current step that were launched."""
+        """Return the number of buckets launched in the current step."""
         return self._launched
 
     @property
     def pending(self) -> bool:
-        """Return whether the loop over the shards of a step is in progress."""
+        """Return whether the script is inside the loop over a step's shards."""
         return self._step is not None and self.shards.present is not None
 
     def set_passes(self, passes: int) -> None:
@@ -153,7 +156,7 @@ class ShardReducer:
         self._hooks.install(self._parameters.all())
 
     def finish(self) -> None:
-        """Raise Invalid within the loop over the shards, whose end completes the gradients."""
+        """Raise Invalid inside the loop over the shards, because gradients are complete only when it ends."""
         if self.pending:
             raise Invalid(
                 "optimizer.step() or synchronize() was called within the loop over the shards of step"
@@ -179,7 +182,7 @@ class ShardReducer:
         self._noting = lifecycle.current().env.digest_tensors
         if not all(work.done() for work in self._stale):
             for bucket in self._plan.buckets:
-                # New memory is allocated, because operations in flight may still write to the old memory.
+                # Allocate new memory, because operations in flight may still write to the old buffers.
                 bucket.make(bucket.depth)
         self._stale = []
         depth = max(1, len(step.partials[step.rank])) if self.shards.exact else 1
@@ -188,7 +191,7 @@ class ShardReducer:
                 bucket.make(depth)
             bucket.step_begins()
         if self._step is None or self._step.held is not step.held:
-            # Compare again, because the buffers may no longer fit into the shared memory.
+            # Compare again: with another assignment of shards, the buffers may no longer fit into the shared memory.
             if self._held is not step.held:
                 self._agreed, self._held = None, step.held
             self._program = tree.program(step.partials, self.shards.count)
@@ -203,7 +206,7 @@ class ShardReducer:
         self._ready.clear()
 
     def shard_begins(self, merge: tree.Merge, last: bool) -> None:
-        # No gradients are kept, because each gradient is added to the previous sum.
+        # Add each gradient to the previous sum directly, so that no gradients have to be kept.
         if not self.shards.exact:
             before = int(self._shard is not None)
             merge = tree.Merge(merge.shard, before, before)
@@ -218,13 +221,13 @@ class ShardReducer:
             bucket.shard_begins(merge, complete, last, self._divisor_of_root(bucket))
 
     def _divisor_of_root(self, bucket: ShardBucket) -> int:
-        """Return the divisor of a partial, which in a world of a single rank is already the root."""
+        """Return the divisor to apply to a partial sum: with only one rank, the partial is already the complete sum."""
         alone = self._step is not None and len(self._step.held) == 1
         return self._divisor if alone and self.shards.exact and not bucket.compressed else 1
 
     @torch.no_grad()
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Handle a gradient that one backward pass has added to ``parameter.grad``."""
+        """Process a gradient that one backward pass has added to ``parameter.grad``."""
         with self._lock:
             if failpoints.in_use():
                 self._may_flip(parameter)
@@ -232,7 +235,7 @@ class ShardReducer:
                 self._receive(parameter)
 
     def _may_flip(self, parameter: torch.Tensor) -> None:
-        """Flip a bit of a gradient that was just computed, if a failpoint requests it."""
+        """Flip a bit of a gradient that was just computed, if a failpoint requests it. For tests."""
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:
             return
@@ -296,17 +299,17 @@ class ShardReducer:
         if gradient is not None and self._keeps:
             storage = gradient.untyped_storage().data_ptr()
             if storage in self._storages:
-                # The backward pass can use the same memory for the gradients of several parameters, so an in-place sum
-                # of one gradient would change the others.
+                # The backward pass may use the same memory for several parameters' gradients, so an in-place sum on one
+                # gradient would change the others.
                 parameter.grad = gradient.clone()
             self._storages.add(storage)
         slot.bucket.take(slot.position)
 
     @torch.no_grad()
     def shard_ends(self, shard: int) -> None:
-        """Process the parameters that remain at the end of a shard.
+        """Process the remaining parameters at the end of a shard.
 
-        They have no gradient, or fewer passes than other parameters.
+        These are the parameters without a gradient, or with fewer backward passes than others.
         """
         for slot in self._plan.slots.values():
             if slot.passes_left:
@@ -358,7 +361,7 @@ class ShardReducer:
 
     @torch.no_grad()
     def step_ends(self) -> None:
-        """Complete the gradients at the end of the loop. Collective.
+        """Complete the gradients at the end of the loop over the shards. Collective.
 
         Raises:
             PeerLost: a rank was lost.
@@ -376,7 +379,7 @@ class ShardReducer:
                     self._agree(world)
                 while self._launched < len(self._plan.buckets):
                     self._launch_next(world)
-                # Start the second half of every bucket before waiting for any of them.
+                # Start the second half of every bucket's exchange before waiting for any of them.
                 for bucket in self._plan.buckets:
                     if isinstance(bucket.work, PartialsExchange):
                         bucket.work.advance()
@@ -408,7 +411,7 @@ class ShardReducer:
         return self._launched == len(self._plan.buckets)
 
     def _launch_full(self) -> None:
-        """Launch full buckets. This runs in a hook and never raises an interruption, unlike `step_ends`."""
+        """Launch full buckets. Runs in a hook, so unlike `step_ends` it never raises an interruption."""
         world = lifecycle.current()
         before = [each for each in self.shards.turn_of(self) if isinstance(each, ShardReducer)]
         if (
@@ -443,14 +446,14 @@ class ShardReducer:
         if len(step.held) == 1:
             return (
                 group.barrier()
-            )  # In a world of one rank, the root is already complete (see `_divisor_of_root`).
+            )  # In a world of one rank, this is already the complete sum (see `_divisor_of_root`).
         if self._in_memory and isinstance(group, SumsTrees):
             return group.reduce_tree(bucket.sent, elements, self._program, divisor)
         counts = [len(nodes) for nodes in step.partials]
         return PartialsExchange(group, list(bucket.sent), elements, self._program, counts, divisor)
 
     def _agree(self, world: Context) -> None:
-        """Compare plans, and determine whether all buckets are in shared memory. Collective.
+        """Compare plans, and check whether all buckets are in shared memory. Collective.
 
         Raises:
             StateMismatch: ranks have different parameters or shards.
@@ -484,7 +487,7 @@ class ShardReducer:
         return [each.tolist() for each in rows]
 
     def _share_order(self, group: Collectives) -> None:
-        """Adopt the order of rank 0, which always has a shard. Collective."""
+        """Adopt the order of gradients of rank 0, which always has a shard. Collective."""
         order = torch.tensor(
             self._plan.own_order(self._ready),
             dtype=torch.int64,

@@ -1,12 +1,12 @@
-"""Format of an exception as Python prints it, but with the frames of this package folded into one line.
+"""Formats an exception as Python does, but folds the frames of this package into one line.
 
       File "train.py", line 21, in <module>
         train(state)
       [4 frames of elastic, --verbose shows them]
       File "train.py", line 15, in train
 
-More than LONG library frames between two frames of the script are folded too, because trainers have dozens. Library
-frames below the last frame of the script, in which the exception was raised, are shown.
+A run of more than LONG library frames between two frames of the script is also folded, because trainers have dozens of
+them. Library frames after the last frame of the script are always shown, because they raised the exception.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
-LONG = 6  # maximum number of consecutive library frames that are not folded
+LONG = 6  # maximum length of a run of library frames that is not folded
 _ELASTIC = os.path.abspath(os.path.join(__file__, *[os.pardir] * 3))
 _OURS = (_ELASTIC + os.sep, os.path.join(os.path.dirname(_ELASTIC), "horovod") + os.sep)
-# Frames of torch between two frames of this package, which are omitted.
+# Omit frames of torch between two frames of this package.
 _BETWEEN = tuple(
     os.path.join("torch", *each)
     for each in (("_compile.py",), ("_dynamo", ""), ("autograd", "function.py"))
@@ -33,7 +33,7 @@ OURS, SCRIPT = "elastic", ""
 
 
 def library_of(file: str) -> str:
-    """Return the top-level package of a file, such as ``torch``, or SCRIPT for the user's own files."""
+    """Return the top-level package of a file, such as ``torch``, or SCRIPT for one of the user's own files."""
     if os.path.abspath(file).startswith(_OURS):
         return OURS
     if _INSTALLED in file:
@@ -44,7 +44,7 @@ def library_of(file: str) -> str:
 
 
 class FoldedStack(traceback.StackSummary):
-    """Stack in which each run of folded frames is replaced by one line."""
+    """Stack summary in which each run of folded frames is printed as one line."""
 
     def format(self, **options: Any) -> list[str]:
         lines: list[str] = []
@@ -80,7 +80,7 @@ def _runs(
 
 
 def folded(error: BaseException) -> str:
-    """Format an exception with folded frames. Causes whose frames all belong to this package are omitted."""
+    """Format an exception with folded frames. A cause is omitted if all its frames belong to this package."""
     shown = traceback.TracebackException.from_exception(error)
     _fold(shown)
     return "".join(shown.format())
@@ -106,7 +106,7 @@ def whole(error: BaseException) -> str:
 
 
 def digest(error: BaseException) -> str:
-    """Return a digest of the exception classes and the lines at which they were raised. Messages are ignored."""
+    """Return a digest of an exception's classes and the lines that raised them. Messages are ignored."""
     names = hashlib.sha256()
     for each in chain(error):
         names.update(f"{type(each).__module__}.{type(each).__qualname__}\n".encode())
@@ -118,7 +118,7 @@ def digest(error: BaseException) -> str:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """Return an exception, followed by its causes and contexts that Python prints with it."""
+    """Return an exception and all causes and contexts that Python prints with it."""
     found: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:
@@ -134,7 +134,7 @@ def chain(error: BaseException) -> list[BaseException]:
 def line_of(error: BaseException) -> str:
     """Return the innermost line of the script in an exception's traceback, such as ``train.py:12``.
 
-    Empty if there is none.
+    Empty if the traceback contains no line of the script.
     """
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):

@@ -1,7 +1,7 @@
-"""Transfer of a worker's uncaught exception to the agent, as a line of JSON in a private pipe.
+"""Sends a worker's uncaught exception to the agent, as a line of JSON through a private pipe.
 
 The pipe exists before the script begins and works without `init()`. The agent keeps both ends of the pipe, and the
-worker opens it through /proc. If the pipe cannot be opened, or no longer has a reader, `send` returns False.
+worker opens it through /proc. If the pipe cannot be opened or has no reader, `send` returns False.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import msgspec
 from elastic.errors import CollectiveFailed, DriverLost, Interrupted, summary_of
 from elastic.protocol.uncaught import folded_traceback
 
-# environment variable of a worker with the path of the pipe and its inode
+# environment variable that gives a worker the path of the pipe and its inode
 DIAGNOSTICS = "ELASTIC_DIAGNOSTICS"
 READ_S = 5.0
-LIMIT = 64 * 1024  # maximum number of characters of a traceback that are sent
+LIMIT = 64 * 1024  # maximum number of characters sent of a traceback
 
 
 class Uncaught(msgspec.Struct, frozen=True, tag=True):
@@ -28,9 +28,9 @@ class Uncaught(msgspec.Struct, frozen=True, tag=True):
     ``digest`` is equal for exceptions of the same classes raised at the same lines.
 
     Args:
-        line: line of the script, as ``train.py:12``, or empty.
-        peer: whether the exception was raised because another worker was lost or has failed.
-        driver: whether the exception was raised because the driver was lost.
+        line: innermost line of the script, such as ``train.py:12``, or empty.
+        peer: whether another worker caused the exception, because it was lost or has failed.
+        driver: whether the loss of the driver caused the exception.
     """
 
     digest: str
@@ -43,17 +43,17 @@ class Uncaught(msgspec.Struct, frozen=True, tag=True):
 
 
 class LostDriver(msgspec.Struct, frozen=True, tag=True):
-    """Report of a worker that exits without an exception because it lost the driver."""
+    """Report of a worker that exits because it lost the driver, without an exception."""
 
 
 class TrainingThread(msgspec.Struct, frozen=True, tag=True):
-    """Native ID of the thread that called ``init()``."""
+    """Report of the native ID of the thread that called ``init()``."""
 
     thread: int
 
 
 class StackOf(msgspec.Struct, frozen=True, tag=True):
-    """Header of a stack: the agent writes it before it makes a thread write its stack to the same stream.
+    """Header of a thread's stack. The agent writes it to the stream before it makes the thread write its stack there.
 
     Args:
         thread: native ID of the thread.
@@ -79,7 +79,7 @@ def of(error: BaseException) -> Uncaught:
 
 
 def because_of_a_peer(error: BaseException) -> bool:
-    """Return whether the exception is a collective's failure that another worker has caused."""
+    """Return whether the exception is the failure of a collective that another worker has caused."""
     error = _of_a_framework(error)
     found = folded_traceback.chain(error)
     broken = [each for each in found if isinstance(each, (CollectiveFailed, Interrupted))]
@@ -89,9 +89,9 @@ def because_of_a_peer(error: BaseException) -> bool:
 
 
 def _of_a_framework(error: BaseException) -> BaseException:
-    """Return the original error of a collective inside a TensorFlow graph.
+    """Return the original error of a collective that failed inside a TensorFlow graph.
 
-    TensorFlow raises a different error in the script.
+    In the script, TensorFlow raises an error of its own.
     """
     bridge = sys.modules.get("elastic.tensorflow.bridge")
     original = getattr(bridge, "original", None)
@@ -108,12 +108,12 @@ def _sendable(text: str) -> str:
 
 
 def send(error: BaseException, environ: Mapping[str, str]) -> bool:
-    """Send the exception. Return whether the agent has received it and will print it."""
+    """Send an exception to the agent. Return whether the agent has received it and will print it."""
     return send_report(of(error), environ)
 
 
 def send_report(report: Uncaught | LostDriver, environ: Mapping[str, str]) -> bool:
-    """Send the reason why this worker ends. Return whether the agent has received it."""
+    """Send the agent a report of why this worker exits. Return whether the agent has received it."""
     fd = opened(environ)
     if fd is None:
         return False
@@ -139,7 +139,7 @@ def _written(fd: int, data: memoryview) -> bool:
 
 
 def opened(environ: Mapping[str, str]) -> int | None:
-    """Open the pipe for writing. Return None if no pipe exists, or the agent has exited."""
+    """Open the pipe for writing. Return None if it does not exist or the agent has exited."""
     path, _, inode = environ.get(DIAGNOSTICS, "").rpartition(":")
     if not path:
         return None
@@ -147,7 +147,7 @@ def opened(environ: Mapping[str, str]) -> int | None:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except OSError:
         return None
-    if str(os.fstat(fd).st_ino) != inode:  # Another process has reused the agent's process ID.
+    if str(os.fstat(fd).st_ino) != inode:  # Another process now has the agent's process ID.
         os.close(fd)
         return None
     return fd

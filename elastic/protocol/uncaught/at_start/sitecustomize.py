@@ -1,7 +1,7 @@
-"""Module that Python imports at the start of a worker. It installs a hook that sends uncaught exceptions to the agent.
+"""Imported by Python when a worker starts. Installs a hook that sends uncaught exceptions to the agent.
 
-The agent puts this folder in front of PYTHONPATH. It is removed immediately, so that neither the script nor its
-children find it, and the user's own sitecustomize is imported as usual.
+The agent puts this folder at the front of PYTHONPATH. The module removes it again, so that neither the script nor its
+children see it, and then imports the user's own sitecustomize.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import TracebackType
 
 
 def leave_path(environ: MutableMapping[str, str]) -> None:
-    """Remove this folder from PYTHONPATH in ``environ``, which for a preloaded process is the environment that it
+    """Remove this folder from PYTHONPATH in ``environ``. For a preloaded process, that is the environment it
     receives.
     """
     here = os.path.dirname(os.path.abspath(__file__))
@@ -26,12 +26,12 @@ def leave_path(environ: MutableMapping[str, str]) -> None:
 
 
 def arrange() -> None:
-    """Install a hook that sends uncaught exceptions. If the hook fails, exceptions are printed as usual."""
+    """Install a hook that sends uncaught exceptions. If sending fails, they are printed as usual."""
     process, before = os.getpid(), sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sent = False
-        # Forked children must not send exceptions, because they are not the worker.
+        # Only the worker itself sends exceptions, not its forked children.
         if os.getpid() == process:
             try:
                 from elastic.protocol.uncaught import sending
@@ -46,7 +46,7 @@ def arrange() -> None:
 
 
 def observe_reads() -> None:
-    """Record the script's reads if its job has a checkpoint folder. See `elastic.protocol.read_paths`."""
+    """Record the paths that the script reads, if the job has a checkpoint folder. See `elastic.protocol.read_paths`."""
     if os.environ.get("ELASTIC_CHECKPOINT_DIR"):
         try:
             from elastic.protocol import read_paths
