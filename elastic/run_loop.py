@@ -1,10 +1,10 @@
 """Main loop of ``@elastic.run``: form a world, synchronize the state, train, and repeat when the world changes.
 
-Interruptions are raised in user code only in the training thread: in a collective, an optimizer step or synchronize, in
-``commit()`` and ``check_host_updates()``. If the script raises an exception, this process exits, and the driver decides
-whether the other workers continue. In a worker that was asked to leave, `runtime.departure` handles the exception. A
-script can raise Horovod's two exceptions to recover. TensorMismatch is a subclass of one of them but is not recovered
-from, because the same code would submit the same tensors again.
+Interruptions are raised in user code only in the training thread, and only in a collective, an optimizer's ``step()``
+or ``synchronize()``, ``commit()`` and ``check_host_updates()``. If the script raises an exception, this process exits,
+and the driver decides whether the other workers continue. In a worker that was asked to leave, `runtime.departure`
+handles the exception. A script can raise either of Horovod's two exceptions to start a recovery. TensorMismatch is a
+subclass of one of them but ends the worker, because the same code would submit the same tensors again.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
     """Decorator for training functions that continue when the world changes. Their first argument is a State.
 
     The function is called again after every change of the world, with the state of the last commit (after a failure) or
-    the current state (after a planned change). Its result is returned.
+    with the current state (after a planned change). The decorated function returns the result of the last call.
 
     ``sys.exit`` in the function removes this worker from the job. The other workers continue immediately.
 
     After the function has returned on all workers, the script may call another such function or another ``fit()`` of a
-    trainer. That training is not elastic, and a log line says so.
+    trainer. That second training is not elastic, and a log line says so.
 
     Raises:
         StateMismatch: this worker's state does not match that of the other workers.
-        Exception: the function raised it.
+        Exception: any exception of the function, unchanged.
 
     Example::
 
@@ -142,31 +142,31 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
         except DeviceLost as lost:
             _end_now(rt, lost)
         except ShardLost as lost:
-            # Every worker finds the same error. The driver ends the job and reports this message.
+            # Every worker raises the same error. The driver ends the job and reports this message.
             rt.training.lost_shards(str(lost))
             sys.exit(1)
         except Interrupted:
             raise
         except BaseException as error:  # includes KeyboardInterrupt and the script's own subclasses
             if isinstance(error, StateMismatch) and not rt.training.in_user_code:
-                # The driver has rejected this worker, or its state does not match rank 0's. Report the exit, because
-                # other workers may wait for this worker in a transfer, and its process takes seconds to exit.
+                # The driver has rejected this worker, or its state does not match rank 0's. Report the exit now: other
+                # workers may be waiting for this worker in a transfer, and its process takes seconds to exit.
                 rt.training.turned_away()
                 raise
-            # Formatted before the process ends, because the driver quotes the traceback if the job fails.
+            # Format the traceback before the process ends: the driver quotes it if the job fails.
             summary, trace = summary_of(error), traceback.format_exc()
             calls = distinct(error.calls) if isinstance(error, TensorMismatch) else ()
             rt.training.raised(summary, trace, hardware_errors.at_fault(error), calls)
             raise
         finally:
-            departure.watch_children()  # must not be called before the error is reported
+            departure.watch_children()  # must be called after the error was reported
             rt.training.leave()
 
     return wrapper
 
 
 def _end_now(rt: WorkerRuntime, lost: DeviceLost) -> NoReturn:
-    """Exit the process immediately, because a normal exit would wait for the device."""
+    """Exit the process immediately: a normal exit would wait for the lost device."""
     trace = traceback.format_exc()
     rt.training.raised(summary_of(lost), trace, True)
     print(trace, end="", file=sys.stderr, flush=True)
@@ -184,7 +184,8 @@ def _train(
     if rt.elastic:
         sharding_guard.begin(state.handled())
         state.capture_shards()
-    # Includes the optimizers that every worker has created before training. Later ones may be created and deleted.
+    # Optimizers outside the state that exist before training, which every worker must have created. Later ones may come
+    # and go.
     others = gradient_layout.outside_state(state.handled())
     departure.waits = rt.elastic or rt.commits.durable is not None
     first = True
@@ -236,22 +237,22 @@ def _train_in_worlds(
         except WorldChanging:
             departure.ignore_children()
             rt.training.interrupted(planned=True)
-            # Unchanged since commit() or check_host_updates(), so a planned change loses nothing.
+            # The state is unchanged since commit() or check_host_updates(), so it can be saved without losing a step.
             try:
                 rt.commits.keep(state)
             except PeerLost:  # ranks save a sharded state together
                 _return_to_commit(rt, state)
         except (TensorMismatch, Unsupported, CollectiveFailed):
-            # CollectiveFailed reaches this only in a world of fixed size that has lost a worker
+            # Here, CollectiveFailed means that a world of fixed size has lost a worker, and no other world follows.
             raise
         except (PeerLost, HorovodInternalError, HostsUpdatedInterrupt) as error:
             departure.ignore_children()
             kept = isinstance(error, HostsUpdatedInterrupt) and rt.commits.keep_own(state)
             if not isinstance(error, PeerLost):
-                # User code raised the exception, so the driver does not know of it yet. Report it as a failure.
+                # The driver does not know of an exception that user code has raised. Report it as a failure.
                 rt.training.gave_up(summary_of(error))
             if rt.alone and rt.broken:
-                raise  # fixed size without a driver, so no further world is possible
+                raise  # no further world is possible: its size is fixed, and there is no driver
             _return_to_commit(rt, state, alone=kept)
             if observer is not None:
                 observer.recovered()
@@ -260,10 +261,10 @@ def _train_in_worlds(
 
 
 def _return_to_commit(rt: WorkerRuntime, state: State, *, alone: bool = False) -> None:
-    """Return to the last commit at the end of a world.
+    """Return to the last commit after the world has ended.
 
     Args:
-        alone: whether to return to the current state, which this worker has saved.
+        alone: whether this worker has saved its current state as a commit of its own, and returns to that.
     """
     rt.training.interrupted()
     rt.training.drain()
@@ -273,7 +274,7 @@ def _return_to_commit(rt: WorkerRuntime, state: State, *, alone: bool = False) -
 
 
 def _train_again(rt: WorkerRuntime, train: Callable[[], Value], state: State) -> Value:
-    """Run a second or later training function in the job's last world, whose membership is fixed."""
+    """Run a second or later training function, in the job's last world. The members of this world are fixed."""
     if rt.elastic and rt.place.rank == 0:
         print(f"elastic: {AGAIN}", file=sys.stderr, flush=True)
     assert rt.world is not None
@@ -291,7 +292,7 @@ def _train_again(rt: WorkerRuntime, train: Callable[[], Value], state: State) ->
 
 
 def _same_layout(rt: WorkerRuntime, layouts: Sequence[str]) -> None:
-    """Raise StateMismatch on every rank if the layouts of the ranks' states differ."""
+    """Raise StateMismatch on every rank if the ranks' states have different layouts."""
     ours = layouts[rt.place.rank]
     for other, theirs in enumerate(layouts):
         if theirs != ours:
@@ -300,7 +301,7 @@ def _same_layout(rt: WorkerRuntime, layouts: Sequence[str]) -> None:
 
 
 def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:
-    """Call user code. If it raises a RuntimeError due to a lost peer, raise the interruption for the loss instead.
+    """Call user code. If it raises a RuntimeError caused by a lost peer, raise the corresponding interruption instead.
 
     torch converts exceptions in callbacks of its futures, such as a DDP communication hook that reduces twice, to
     RuntimeError.
@@ -313,13 +314,13 @@ def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:
 
 
 def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -> None:
-    """Wait for a world and send the state to its members that lack it.
+    """Wait for a world, and send the state to members that lack it.
 
     Args:
         rt: the runtime.
         state: the state.
-        others: layout of the optimizers that are not in the state.
-        first: whether this is the first world of the training.
+        others: layout of the optimizers outside the state.
+        first: whether this is the training's first world.
 
     Raises:
         PeerLost: a rank was lost.
@@ -360,7 +361,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     copied = _bring(rt, state, world)
     lacking = _lacking(world)
     if not first and lacking and world.place.rank not in lacking and state.calls_back():
-        state.save()  # from here on, the sent state is the commit of all ranks
+        state.save()  # From now on, the state that was sent is the newest commit of all ranks.
     preallocated_memory.leave()
     rt.commits.adopt(copied)
     rt.commits.keep_older(state)
@@ -384,7 +385,7 @@ def _copy_state(rt: WorkerRuntime, state: State, world: World) -> int:
     """
     rank, lacking = world.place.rank, _lacking(world)
     if world.holders == 0:
-        state.save()  # The first world starts from rank 0's current state.
+        state.save()  # A first world starts from rank 0's current state, which becomes the commit.
     if rank != 0 and rank not in lacking:
         return 0
     if not lacking:
@@ -395,7 +396,7 @@ def _copy_state(rt: WorkerRuntime, state: State, world: World) -> int:
         copied = state.transfer(group, root=0, group_on=group_on, keeps=world.holders > 0)
     if rank != 0:
         state.save()
-        state.reset()  # samplers divide the remaining samples among the ranks of this world
+        state.reset()  # Make samplers divide the remaining samples among the ranks of this world.
     return copied
 
 

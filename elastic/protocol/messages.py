@@ -239,7 +239,7 @@ class ShardsPlaced(Value):
     restored: Commit | None = None
     rows: RowBytes = RowBytes()  # sizes of this worker's rows, by source
     received: int = 0  # number of bytes of these rows that other workers sent
-    # shards of the restored commit that were not held by any worker of this world, and this worker's rows from them
+    # shards of the restored commit whose owner is not in this world, and this worker's rows from them
     lost: Annotated[tuple[int, ...], Meta(max_length=SHARDS_LIMIT)] = ()
     lost_rows: RowBytes = RowBytes()
 
@@ -510,7 +510,7 @@ class Merged(Message):
         merges: number of merges so far in the job.
         position: number of inner steps so far in the job.
         islands: number of islands in the world.
-        absent: names of at most `ABSENT_LIMIT` islands that did not take part in the merge.
+        absent: names of at most `ABSENT_LIMIT` islands for which the merge did not wait.
         waited_s: seconds that this rank has waited for merges in inner steps since its previous message.
         names: names of at most `ABSENT_LIMIT` islands in the world. Empty if this rank sent the same names less than a
             minute ago in this generation.
@@ -577,7 +577,7 @@ class Reported(Message):
     """
 
     number: int  # number of the report, counted per process from 1
-    # number of the first report that may not have been delivered; all earlier ones are
+    # number of the first report that may not have been delivered; all earlier ones have been
     oldest: int
     generation: int  # generation at the time of the report; rank and size are from the same time
     rank: int

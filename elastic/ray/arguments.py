@@ -1,4 +1,4 @@
-"""Validation of the arguments of a job on a Ray cluster, before anything is started. Does not import Ray."""
+"""Validates the arguments of a job on a Ray cluster before anything is started. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.launcher.option_types import RayOptions
 
-CURRENT = "current"  # selects the placement group in which the caller runs, if any
+CURRENT = "current"  # value that selects the caller's placement group, if the caller runs in one
 PLACEMENT_S = 100.0
-LEAST_S = 1.0  # minimum of placement_timeout, in seconds
+LEAST_S = 1.0  # minimum value of placement_timeout, in seconds
 BOTH = (
     "label_selector can't be used in a placement group, which determines the nodes: omit label_selector, or pass"
     " placement_group=None"
@@ -26,7 +26,7 @@ BOTH = (
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRequest:
-    """Request for the workers of a job on Ray: number, resources and placement.
+    """Number, resources and placement of the workers of a job on Ray.
 
     ``resources`` use Ray's units: CPU, GPU, memory in bytes, and custom resources.
     """
@@ -36,13 +36,13 @@ class WorkerRequest:
     most: int
     elastic: bool
     resources: Mapping[str, float]
-    placement_group: Any = CURRENT  # CURRENT, None, or a Ray placement group
-    # resources that the caller itself uses in each bundle of the placement group
+    placement_group: Any = CURRENT  # CURRENT, a Ray placement group, or None
+    # resources that the caller itself uses in each bundle of its placement group
     in_use: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    per_bundle: int = 1  # number of workers in each bundle that has room for workers
-    labels: Mapping[str, str] = field(default_factory=dict)  # Ray's label selector of the nodes
-    hosts: int | None = None  # exact number of nodes, with np / hosts workers on each
-    placement_timeout: float = PLACEMENT_S  # seconds to wait for resources
+    per_bundle: int = 1  # number of workers in each bundle that has room for at least one
+    labels: Mapping[str, str] = field(default_factory=dict)  # Ray's label selector for the nodes
+    hosts: int | None = None  # exact number of nodes, each with np / hosts workers
+    placement_timeout: float = PLACEMENT_S  # timeout for the placement of workers, in seconds
 
     @property
     def gpus(self) -> float:
@@ -60,7 +60,7 @@ def wanted(
     placement_timeout: float = PLACEMENT_S,
     label_selector: Mapping[str, str] | None = None,
 ) -> WorkerRequest:
-    """Return the checked request for workers.
+    """Validate the request for workers, and return it.
 
     Raises:
         Invalid: an argument is out of range or contradicts another argument.
@@ -180,12 +180,12 @@ def places(wanted: WorkerRequest, options: RayOptions) -> int:
 
 
 def start_timeout_s(options: RayOptions) -> float:
-    """Return the time in seconds in which all workers must start after they were placed."""
+    """Return the timeout in seconds from the placement of all workers until all of them have started."""
     return float(options.get("start_timeout") or Settings.start_timeout_s)
 
 
 def _standbys(options: RayOptions) -> int:
-    # Options may be passed as numbers or as text, like flags of elasticrun.
+    # Options may be passed as numbers or as text, like the flags of elasticrun.
     return int(options.get("standbys") or 0)
 
 
@@ -217,7 +217,7 @@ def check_environ(given: object) -> None:
 
 
 def telemetry(caller: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the driver's environment for OpenTelemetry: the caller's OTEL_*, overridden by ``env``."""
+    """Return the driver's OpenTelemetry environment: the caller's OTEL_* variables, overridden by those in ``env``."""
     both = {**caller, **given}
     return {name: value for name, value in both.items() if name.startswith("OTEL_")}
 
@@ -238,7 +238,7 @@ def check_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        # No check for functions without a signature, such as those not written in Python.
+        # Skip the check for functions without a signature, such as those not written in Python.
         return
     try:
         signature.bind(*args, **kwargs)
@@ -256,5 +256,5 @@ def check_callables(**given: Callable[..., Any] | None) -> None:
 
 
 def call_arguments(config: Any) -> tuple[Any, ...]:
-    """Return the arguments of the training function."""
+    """Return the arguments with which the training function is called."""
     return () if config is None else (config,)

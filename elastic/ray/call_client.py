@@ -1,4 +1,4 @@
-"""Client of persistent workers: sends calls to the workers and collects the results. Imports Ray."""
+"""Client of persistent workers: sends them calls and collects the results. Imports Ray."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import ray
 from elastic.ray.call_results import REGROUP, CallFailure, cause, failure_in, opened
 from elastic.ray.driver_client import DriverClient
 
-GRACE_S = 2.0  # timeout in seconds for the other ranks to end a call that has failed on one rank
-# timeout in seconds for the other ranks to end the call after the request to regroup
+# after a call has failed on one rank, seconds until the other ranks are asked to regroup
+GRACE_S = 2.0
+# seconds after the request to regroup until the client stops waiting for the other ranks
 RELEASED_S = 30.0
 
 
 class CallClient:
-    """Client that calls the persistent workers of one executor. Not thread-safe."""
+    """Calls the persistent workers of one executor. Not thread-safe."""
 
     def __init__(self, follower: DriverClient, size: int) -> None:
         self._follower = follower
@@ -28,17 +29,17 @@ class CallClient:
     def values(self, word: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
         """Call the workers, and return the results by rank.
 
-        If one rank fails, other ranks may be waiting for it in a collective. These ranks are released, so that the
-        error is raised promptly and all ranks are available for the next call.
+        If the call fails on one rank, other ranks may be waiting for that rank in a collective. The client releases
+        them, so that the error is raised promptly and all ranks are available for the next call.
 
         Args:
-            word: the pickled request.
+            word: pickled request.
             ranks: ranks to call. None means all.
 
         Raises:
             JobFailed: a worker was lost.
             RaisedOnWorker: the function raised an exception that cannot be raised here.
-            Exception: the function raised it on a worker.
+            Exception: raised by the function on a worker, and raised again here.
         """
         refs = self._begin(word, ranks)
         answers: dict[Any, bytes] = {}
@@ -55,7 +56,8 @@ class CallClient:
                 by = time.monotonic() + GRACE_S
             elif by is not None and not done:
                 if regrouped:
-                    break  # A rank is still computing, and its next call waits for the end.
+                    # Give up on ranks that are still computing. Their next call starts when this one has ended.
+                    break
                 self._regroup()
                 regrouped, by = True, time.monotonic() + RELEASED_S
         self._follower.drain()

@@ -1,7 +1,7 @@
-"""Requests to persistent workers and their answers. Only sender and receiver pickle and unpickle them.
+"""Requests to persistent workers, and their answers. Only sender and receiver pickle and unpickle them.
 
-A worker answers every request, in order. `REGROUP` takes effect immediately, even during a call. The worker abandons
-its world, so collectives that other ranks never join raise an error, and then forms a new world with the other ranks.
+A worker answers all requests, in order. `REGROUP` takes effect immediately, even during a call: the worker abandons its
+world, so that collectives that other ranks never join raise an error, and then forms a new world with the other ranks.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import cloudpickle
 
 from elastic.errors import CollectiveFailed, ElasticError, Invalid, JobFailed, PeerLost
 
-MAKE = "make"  # request with (class, args, kwargs): creates the instance and stores it
-RUN = "run"  # request with (function, args, kwargs): calls the function
-# request with (function,): calls the function, with the instance if one is stored
+MAKE = "make"  # Request with (class, args, kwargs): create an instance and store it
+RUN = "run"  # Request with (function, args, kwargs): call the function
+# Request with (function,): call the function with the stored instance, or without arguments if there is none
 EXECUTE = "execute"
-REGROUP = b"regroup"  # This request and the next are not pickled.
+REGROUP = b"regroup"  # REGROUP and END are sent as they are, not pickled.
 END = b"end"
 
-FRAME_LIMIT = 1 << 30  # maximum number of bytes of a request or an answer
+FRAME_LIMIT = 1 << 30  # maximum size of a request or an answer in bytes
 
-# First byte of an answer. It gives the kind without unpickling the value.
+# First byte of an answer, which states the kind of the answer without unpickling it.
 _VALUE, _FAILURE, _LOST = b"+", b"!", b"?"
 
 
 class RaisedOnWorker(ElasticError, RuntimeError):
-    """Error raised when a call failed on a worker with an exception that cannot be unpickled in this process.
+    """Error raised when a call has failed on a worker and its exception cannot be unpickled in this process.
 
     The message contains the worker's traceback.
     """
 
 
 class WorkerTraceback(ElasticError):
-    """Traceback of an exception on a worker, used as the cause of the exception that the caller receives."""
+    """Traceback of an exception on a worker. It is set as the cause of the exception that the caller receives."""
 
     def __str__(self) -> str:
         return "\n\n" + "".join(map(str, self.args))
@@ -45,11 +45,10 @@ class WorkerTraceback(ElasticError):
 
 @dataclass(frozen=True)
 class CallFailure:
-    """Failure of a call on a worker. ``error`` is the pickled exception, if it can be raised elsewhere.
+    """Failure of a call on one worker. ``error`` is the pickled exception, or None if it cannot be unpickled elsewhere.
 
     Args:
-        secondary: whether the failure was most likely caused by a failure of another worker, because a collective
-            failed or the job ended.
+        secondary: whether another worker's failure is the likely cause, because a collective failed or the job ended.
     """
 
     rank: int
@@ -64,7 +63,7 @@ class CallFailure:
         if self.error is not None:
             try:
                 error = pickle.loads(self.error)
-            except Exception:  # The class of the exception may exist only on the worker.
+            except Exception:  # The exception's class may exist only on the worker.
                 error = None
         trace = self.traceback.rstrip()
         if not isinstance(error, Exception):
@@ -74,7 +73,7 @@ class CallFailure:
 
 
 def call(kind: str, *parts: Any) -> bytes:
-    """Pickle a request to a worker. Raises Invalid if it is too large, and the errors of pickle."""
+    """Pickle a request to a worker. Raises Invalid if it is too large, and pickle's exceptions."""
     word: bytes = cloudpickle.dumps((kind, parts))
     if len(word) > FRAME_LIMIT:
         raise Invalid(
@@ -85,7 +84,7 @@ def call(kind: str, *parts: Any) -> bytes:
 
 
 def answered(value: Any) -> bytes:
-    """Pickle the answer of a successful call. Raises Invalid if it is too large, and the errors of pickle."""
+    """Pickle the answer to a successful call. Raises Invalid if it is too large, and pickle's exceptions."""
     answer: bytes = _VALUE + cloudpickle.dumps(value)
     if len(answer) > FRAME_LIMIT:
         raise Invalid(
@@ -96,11 +95,11 @@ def answered(value: Any) -> bytes:
 
 
 def failed(error: BaseException, rank: int) -> bytes:
-    """Pickle the failure of a call. Never raises."""
+    """Pickle the answer to a failed call. Never raises."""
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     try:
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-    except Exception:  # __str__ of the exception raised.
+    except Exception:  # The exception's own __str__ raised an exception.
         summary = type(error).__name__
     secondary = isinstance(error, CollectiveFailed | JobFailed | PeerLost)
     return _FAILURE + pickle.dumps(
@@ -109,7 +108,7 @@ def failed(error: BaseException, rank: int) -> bytes:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """Pickle an exception, or return None.
+    """Pickle an exception. Return None if that is not possible.
 
     Only ordinary exceptions are pickled: ``sys.exit`` on a worker must not end the caller.
     """
@@ -117,24 +116,25 @@ def _pickled(error: BaseException) -> bytes | None:
         return None
     try:
         blob: bytes = cloudpickle.dumps(error)
-        pickle.loads(blob)  # Unpickling may fail for an exception with custom arguments.
+        # Check that it can be unpickled: an exception with custom arguments may not be.
+        pickle.loads(blob)
     except Exception:
         return None
     return blob
 
 
 def lost(why: str) -> bytes:
-    """Return the answer for a worker that has ended."""
+    """Return the answer for a worker that has exited, with the reason."""
     return _LOST + why.encode()
 
 
 def opened(answer: bytes) -> Any:
-    """Return the value in an answer.
+    """Return the value in an answer, or raise the failure in it.
 
     Raises:
-        JobFailed: the worker has ended.
+        JobFailed: the worker has exited.
         RaisedOnWorker: the function raised an exception that cannot be raised here.
-        Exception: the function raised it on the worker.
+        Exception: raised by the function on the worker, and raised again here.
     """
     failure = failure_in(answer)
     if failure is not None:
@@ -143,9 +143,9 @@ def opened(answer: bytes) -> Any:
 
 
 def failure_in(answer: bytes) -> CallFailure | None:
-    """Return the failure in an answer, or None, without unpickling a value.
+    """Return the failure in an answer, or None. Does not unpickle a value.
 
-    Raises JobFailed if the worker has ended.
+    Raises JobFailed if the worker has exited.
     """
     if answer[:1] == _VALUE:
         return None
@@ -157,5 +157,5 @@ def failure_in(answer: bytes) -> CallFailure | None:
 
 
 def cause(failures: Iterable[CallFailure]) -> CallFailure:
-    """Return, of several ranks' failures in one call, the one that caused the others."""
+    """Of the failures of several ranks in one call, return the most likely cause of the others."""
     return min(failures, key=lambda failure: (failure.secondary, failure.rank))

@@ -1,7 +1,7 @@
 """Ray actor that runs the driver of one job, or of the jobs of one executor.
 
-The driver's event loop runs in a separate thread and receives Ray's calls, so that a job does not depend on how Ray
-uses its own event loop. Values of user functions remain pickled here.
+The driver's event loop runs in a separate thread, to which Ray's calls are forwarded, so that a job does not depend on
+Ray's own event loop. The driver does not unpickle the values of user functions.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from elastic.ray.job_updates import JobUpdate, JobUpdates, UpdateBatch
 
 RUN_FUNCTION = ("python", "-m", "elastic.launcher.run_function")
 SERVE_CALLS = ("python", "-m", "elastic.ray.serve_calls")
-KEPT_S = 600.0  # how long the outcome of a detached job stays available, in seconds
+KEPT_S = 600.0  # seconds for which the outcome of a detached job stays available
 STOP_CODE = 130
-ENDS_S = 20.0  # timeout in seconds for a job to end after it has lost a persistent worker
-CLOSE_S = 30.0  # timeout in seconds for a job to end after a request
-REPORT_BYTES = 256  # approximate size of a report
+ENDS_S = 20.0  # seconds that a job may take to end after it has lost a persistent worker
+CLOSE_S = 30.0  # seconds that a job may take to end after it was asked to
+REPORT_BYTES = 256  # approximate size of a report in bytes
 
 Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DriverSpec:
-    """Specification of the driver of a job on Ray.
+    """Settings of the driver of a job on Ray.
 
     Args:
-        name: name of the job, unique in its cluster.
+        name: name of the job, unique in the Ray cluster.
         secret: secret that the driver shares with its agents.
     """
 
     name: str
     wanted: WorkerRequest
     options: RayOptions
-    # variables added to the environment of the workers
+    # variables to add to the workers' environment
     environ: Mapping[str, str] = dataclasses.field(repr=False)
-    # OTEL_* variables of the driver.
+    # the driver's OTEL_* variables
     telemetry: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     secret: bytes = dataclasses.field(repr=False)
     detached: bool = False
@@ -91,12 +91,13 @@ class Ended:
 class DriverActor:
     """Ray actor that runs the driver of a job.
 
-    A detached actor begins its job immediately, and continues it after Ray has restarted the actor.
+    The actor of a detached job begins the job immediately, and continues it after a restart by Ray.
     """
 
     def __init__(self, spec: DriverSpec) -> None:
         end_with_raylet()
-        os.environ.update(spec.telemetry)  # The OpenTelemetry SDK reads only the environment.
+        # The OpenTelemetry SDK reads its settings only from the environment.
+        os.environ.update(spec.telemetry)
         self._job_spec = spec
         self._runs = 0
         self._driver: Stoppable | None = None
@@ -117,29 +118,31 @@ class DriverActor:
     # ---- calls of the caller -----------------------------------------------------------------------------------------
 
     async def place(self) -> str:
-        """Reserve resources for the initial workers. Return "", or the reason why this is not possible."""
+        """Reserve resources for the initial workers. Return an empty string, or the reason why this is not possible."""
         return await self._in_loop(self._place())
 
     async def begin(self, call: bytes, *, persistent: bool = False) -> None:
-        """Begin a new job, after the previous one has ended.
+        """Begin a job, after the previous one has ended.
 
         Args:
-            call: pickled function of the workers.
-            persistent: whether the workers serve calls.
+            call: pickled function for the workers to run.
+            persistent: whether the workers are persistent and serve calls.
         """
         await self._in_loop(self._begin(call, SERVE_CALLS if persistent else RUN_FUNCTION))
 
     async def outcome(self) -> Ended:
-        """Wait for the end of the job."""
+        """Wait until the job has ended, and return its outcome."""
         return await self._in_loop(self._outcome())
 
     async def ready(self, count: int, within_s: float) -> str:
-        """Wait until ``count`` persistent workers serve calls. Return "", or the reason why they do not."""
+        """Wait until ``count`` persistent workers serve calls. Return an empty string, or the reason why they do
+        not.
+        """
         return await self._in_loop(self._ready(count, within_s))
 
     async def call(self, rank: int, blob: bytes) -> bytes:
-        """Send a request to a persistent worker. Return the worker's answer, or the reason why the worker was lost. See
-        `elastic.ray.call_results`.
+        """Send a request to a persistent worker. Return its answer, or an answer with the reason why the worker was
+        lost. See `elastic.ray.call_results`.
         """
         assert self._starter is not None, "persistent workers have been started"
         return await self._in_loop(self._call(rank, blob))
@@ -148,11 +151,11 @@ class DriverActor:
         return await self._in_loop(self._news.after(source, begin, wait_s))
 
     async def desk(self) -> tuple[str, bytes] | None:
-        """Return the address and key of the operator service, or None if no job runs."""
+        """Return the address and key of the job's operator service, or None if no job is running."""
         return self._desk
 
     async def stop(self, reason: str) -> None:
-        """End the job with exit code 130. A second call ends it immediately."""
+        """End the job with exit code 130. A second call ends the job without waiting for its workers."""
         await self._in_loop(self._stop(reason))
 
     async def close(self) -> None:
@@ -201,7 +204,7 @@ class DriverActor:
         spec = self._job_spec
         count = spec.wanted.least if spec.wanted.elastic else spec.wanted.np
         if self._again:
-            count = 0  # The workers of the previous driver keep their placement groups.
+            count = 0  # The workers that the previous driver placed keep their placement groups.
         try:
             await self._discovery.place(count, spec.wanted.placement_timeout)
         except Invalid as error:
@@ -226,7 +229,7 @@ class DriverActor:
             return Ended(2, str(error), invalid=True)
         except OSError as error:
             return Ended(1, f"the driver can't start: {error}")
-        except ElasticError as error:  # raised if another driver runs the job
+        except ElasticError as error:  # Another driver has taken over the job.
             return Ended(DEPOSED_CODE, str(error))
         finally:
             self._driver = self._desk = None
@@ -244,7 +247,7 @@ class DriverActor:
             flags += ["--min-np", str(wanted.least), "--max-np", str(wanted.most)]
         environ = {**os.environ, **spec.environ}
         if self._runs > 1:
-            self._discovery = self._discover()  # A discovery object can be used only once.
+            self._discovery = self._discover()  # A discovery object can be used for only one job.
         self._starter = RayStarter(
             self._discovery.node_of, call, self._log, job=name, detached=spec.detached
         )
@@ -254,7 +257,7 @@ class DriverActor:
         assert job.fleet is not None
         return dataclasses.replace(
             job,
-            # The environment of this process is not passed to workers, because Ray has set it.
+            # Ray has set variables in this process's environment, so it is not forwarded to the workers.
             fleet=dataclasses.replace(job.fleet, forwarded=dict(spec.environ)),
             streams=(self._news.out, self._news.err),
             reported=self._reported,
@@ -331,7 +334,7 @@ class DriverActor:
         self._news.close()
 
     def _leave_later(self) -> None:
-        """End a detached driver after `KEPT_S` seconds even if its outcome was never requested."""
+        """End the driver of a detached job `KEPT_S` seconds after the job, even if its outcome was never requested."""
         with contextlib.suppress(Exception):
             self._apart(self._outcome()).result()
         threading.Event().wait(KEPT_S)
@@ -342,15 +345,15 @@ class DriverActor:
 
 def _restarted() -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray warns about its own deprecated call.
+        warnings.simplefilter("ignore")  # Ray's function warns that it is deprecated.
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def end_with_raylet() -> None:
     """Exit this process when its raylet dies.
 
-    Ray then treats the node as lost and restarts a detached driver elsewhere, but the raylet's death alone ends no
-    process.
+    Ray then treats the node as lost and restarts a detached driver elsewhere. The raylet's death would not end this
+    process, so that two drivers would run.
     """
     raylet = int(os.environ.get("RAY_RAYLET_PID", "0"))
     if not raylet:
@@ -368,7 +371,7 @@ def end_with_raylet() -> None:
 
 
 class RayProvider:
-    """Provider of nodes, placement groups and actors of Ray. See `elastic.driver.job.provider.Provider`."""
+    """Provides nodes, placement groups and actors of Ray to the driver. See `elastic.driver.job.provider.Provider`."""
 
     def __init__(
         self,
@@ -407,7 +410,7 @@ class RayProvider:
     def environ_of(self, host: str) -> Mapping[str, str]:
         if not self._job_spec.wanted.gpus:
             return {}
-        # Slots that share a GPU all list its ID.
+        # The slots that share a GPU all list the GPU's ID.
         ids = [id for slot in self._discovery.gpus_of(host) for id in slot.split(",")]
         return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(ids))}
 

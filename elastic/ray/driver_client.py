@@ -1,4 +1,4 @@
-"""Client of a driver actor: creates the actor, receives its output and reports, and waits for its end.
+"""Client of a driver actor: creates the actor, receives its output and reports, and waits for its job to end.
 
 Imports Ray.
 """
@@ -39,23 +39,25 @@ from elastic.ray.driver_actor import DriverActor, DriverSpec, Ended
 from elastic.ray.job_updates import UpdateBatch
 
 POLL_S = 1.0
-# Timeout in seconds for the start of the actor's process, whose runtime environment may have to be installed.
+# timeout in seconds for the start of the actor, before which Ray may have to install a runtime environment
 START_S = 120.0
 CLOSE_S = 45.0
 HEAD = "node:__internal_head__"
 
-OnOutput = Callable[[str, bytes], None]  # called with "stdout" or "stderr", and whole lines
+OnOutput = Callable[[str, bytes], None]  # called with "stdout" or "stderr", and with whole lines
 OnReport = Callable[[Report], None]
 
 
 def connect() -> None:
-    """Connect to the cluster of RAY_ADDRESS, or a new local one, unless this process is already connected."""
+    """Connect to the Ray cluster at RAY_ADDRESS, or to a new local one, unless this process is already connected."""
     if not ray.is_initialized():
         ray.init()
 
 
 def with_group(wanted: WorkerRequest) -> WorkerRequest:
-    """Return the request with the placement group of the caller, if one is requested and the caller is in one."""
+    """If the request asks for the caller's placement group and the caller is in one, return the request with that
+    group.
+    """
     if isinstance(wanted.placement_group, str):
         if wanted.placement_group != CURRENT:
             raise Invalid(
@@ -83,7 +85,7 @@ class DriverClient:
         self._on_report = on_report
         self._complained = False
         self._source, self._next = "", 0
-        self._telling: Any = None  # pending request for output and reports, or None
+        self._telling: Any = None  # pending Ray call that fetches output and reports, or None
 
     @classmethod
     def made(
@@ -97,7 +99,7 @@ class DriverClient:
         on_output: OnOutput | None = None,
         on_report: OnReport | None = None,
     ) -> DriverClient:
-        """Create the driver actor and return its client.
+        """Create a driver actor, and return a client for it.
 
         Raises:
             Invalid: a job with this name already exists.
@@ -130,11 +132,11 @@ class DriverClient:
         by_client: bool = ray.util.client.ray.is_connected()  # type: ignore[no-untyped-call]
         if detached is not None or by_client:
             of_actor["resources"] = {HEAD: 0.001}
-            # The actor runs outside the caller's placement group, because none of its bundles has this resource.
+            # Place the actor outside the caller's placement group, whose bundles lack this resource.
             of_actor["scheduling_strategy"] = "DEFAULT"
         else:
             here = ray.get_runtime_context().get_node_id()
-            # hard constraint, because on another node the actor would not end with this process
+            # A hard constraint: on another node, the actor would not end together with this process.
             of_actor["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
         made: Any = ray.remote(DriverActor)
         actor = made.options(**of_actor).remote(spec)
@@ -153,9 +155,9 @@ class DriverClient:
 
     @property
     def actor(self) -> Any:
-        """Return the actor.
+        """Handle of the actor.
 
-        Raises JobFailed after ``ray.shutdown()``, because a call would start another cluster without it.
+        Raises JobFailed after ``ray.shutdown()``, because calling the actor would then start another cluster.
         """
         if not ray.is_initialized():
             raise JobFailed(
@@ -167,8 +169,10 @@ class DriverClient:
     # ---- output and reports ------------------------------------------------------------------------------------------
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """Forward output and reports, waiting up to ``wait_s`` seconds for the first item. Return whether any exist."""
-        self._telling = None  # Repeat the pending request.
+        """Forward output and reports. Waits up to ``wait_s`` seconds for the first item, and returns whether there was
+        any.
+        """
+        self._telling = None  # Send the next request before the items are processed.
         batch = self.ask(self.actor.news.remote(self._source, self._next, wait_s), wait_s + CLOSE_S)
         return self._pass_on(batch)
 
@@ -184,9 +188,9 @@ class DriverClient:
         return bool(batch.items)
 
     def _pass_report(self, report: Report) -> None:
-        """Call the user's callback with a report.
+        """Pass a report to the user's callback.
 
-        If the callback raises, this is logged once, and the job continues.
+        The first exception of the callback is logged, and the job continues.
         """
         assert self._on_report is not None
         try:
@@ -199,7 +203,7 @@ class DriverClient:
                 self._on_output("stderr", text.encode())
 
     def wait(self, refs: Sequence[Any]) -> list[Any]:
-        """Return the values of these calls of the actor, while forwarding output and reports."""
+        """Wait for calls of the actor and return their values. Forwards output and reports in the meantime."""
         left = list(refs)
         while left:
             _, left = self.some(left)
@@ -208,9 +212,9 @@ class DriverClient:
     def some(
         self, refs: Sequence[Any], within_s: float | None = None
     ) -> tuple[list[Any], list[Any]]:
-        """Return the completed and the pending calls.
+        """Return the completed and the pending calls, as two lists.
 
-        Waits for at least one completed call, up to ``within_s`` seconds.
+        Waits up to ``within_s`` seconds until at least one call has completed.
         """
         by = None if within_s is None else time.monotonic() + within_s
         while True:
@@ -226,9 +230,10 @@ class DriverClient:
                 return done, left
 
     def ended(self, ref: Any | None = None, *, stops_job: bool = True) -> Ended:
-        """Wait for the end of the job.
+        """Wait for the job to end, and return its outcome.
 
-        Ctrl-C stops the job, a second Ctrl-C immediately. With ``stops_job`` False, Ctrl-C only ends the wait.
+        Ctrl-C stops the job; a second Ctrl-C stops it without waiting for its workers. If ``stops_job`` is False,
+        Ctrl-C only ends the wait.
         """
         ref = ref if ref is not None else self.actor.outcome.remote()
         stops = 0
@@ -252,9 +257,9 @@ class DriverClient:
             pass
 
     def ask(self, ref: Any, within_s: float = CLOSE_S) -> Any:
-        """Return the result of a call of the actor.
+        """Wait for a call of the actor and return its result.
 
-        Raises the exception of the call, or JobFailed if the actor died.
+        Raises the exception that the call raised, or JobFailed if the actor has died.
         """
         try:
             return ray.get(ref, timeout=within_s)
@@ -276,25 +281,25 @@ class DriverClient:
             ray.get(self.actor.close.remote(), timeout=CLOSE_S)
             self.drain()
         except Exception:
-            pass  # Ray raises untyped errors for an actor of an earlier cluster.
+            pass  # Ray raises untyped errors for an actor of a previous cluster.
         with contextlib.suppress(Exception):
             ray.kill(self.actor, no_restart=True)
 
 
 def stop(job: str) -> bool:
-    """End a detached job, or clean up after a job whose driver is permanently lost. Return whether the job existed."""
+    """End a detached job, or clean up after one whose driver is permanently lost. Return whether the job existed."""
     actor = find_actor(job)
     if actor is not None:
         follower = DriverClient(actor, on_output=lambda stream, data: None)
         follower.close()
     removed = remove_claims(job)
-    with contextlib.suppress(LeadershipLost):  # raised if another job of this name has started
+    with contextlib.suppress(LeadershipLost):  # Another job with this name has started.
         run_apart(lambda: asyncio.run(RayArchive(job).forget()))
     return bool(removed) or actor is not None
 
 
 def to_streams(stream: str, data: bytes) -> None:
-    """Write to the current ``sys.stdout`` or ``sys.stderr`` of this process."""
+    """Write data to this process's current ``sys.stdout`` or ``sys.stderr``."""
     text = sys.stdout if stream == "stdout" else sys.stderr
     text.write(data.decode("utf-8", "replace"))
     text.flush()
@@ -307,22 +312,22 @@ def brief(error: BaseException) -> str:
 
 
 def environ_of(given: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the workers' environment: the caller's variables that concern training, and the variables in ``given``.
+    """Return the environment for the workers: the caller's variables that concern training, overridden by ``given``.
 
     Raises:
         Invalid: ``given`` is not a mapping of strings, or a name or value is invalid.
     """
     check_environ(given)
     own = {name: value for name, value in os.environ.items() if FORWARDED.fullmatch(name)}
-    own.pop("PYTHONPATH", None)  # The value of this variable differs between nodes.
-    # the caller is a task or an actor, for which Ray has set this variable
+    own.pop("PYTHONPATH", None)  # This variable has a different value on each node.
+    # The caller is a task or an actor, for which Ray has set this variable.
     if "RAY_RAYLET_PID" in os.environ:
         own.pop("OMP_NUM_THREADS", None)
     return {**own, **(given or {})}
 
 
 def results_of(ended: Ended) -> list[Any]:
-    """Return the function's return values by rank.
+    """Return the values that the function has returned, by rank.
 
     Raises:
         Invalid: the job was rejected before it started.

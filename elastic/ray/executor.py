@@ -24,12 +24,11 @@ NEEDS_RAY = "elastic.ray needs Ray, which is not installed: run pip install 'hvd
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a job on Ray.
+    """Outcome of a successful job on Ray.
 
     Args:
-        values: return values of the function, by rank of the last world.
-        reports: the last report of each rank of the last world, in the order of ranks. Ranks without a report are
-            omitted.
+        values: return values of the function, in order of the ranks of the last world.
+        reports: last report of each rank of the last world, in rank order. Ranks without a report are omitted.
     """
 
     values: list[Any]
@@ -55,20 +54,20 @@ def run(
     placement_timeout: float = PLACEMENT_S,
     **options: Unpack[RayOptions],
 ) -> Result:
-    """Call ``train_fn(config)``, or ``train_fn()`` without a config, on workers of a Ray cluster. Wait for the end of
-    the job.
+    """Call ``train_fn(config)``, or ``train_fn()`` without a config, on workers of a Ray cluster, and wait for the
+    result.
 
     ``min_workers`` or ``max_workers`` make the job elastic: it begins as soon as there are resources for
     ``num_workers``, grows to ``max_workers`` as nodes join, and survives the loss of nodes. ``resources_per_worker``
     uses Ray's units: by default one CPU, and one GPU with ``use_gpu``.
 
     ``on_report`` receives the `elastic.report` calls of workers. ``on_output`` receives their output and the log, as
-    the stream ("stdout" or "stderr") and bytes of whole lines up to 64 KiB. Both are called in this thread.
-    ``detached`` names a job that survives its caller, with a driver that Ray restarts. `attach` follows it. Times are
-    in seconds.
+    the stream ("stdout" or "stderr") and bytes of whole lines up to 64 KiB. Both are called in this thread. With
+    ``detached="NAME"``, the job survives its caller, Ray restarts its driver after a failure, and `attach` follows the
+    job. All times are in seconds.
 
-    Checkpoints are those of ``elasticrun`` (docs/checkpoints.md), in a folder shared by all nodes or at a URL. The same
-    call resumes from the newest one, unless ``fresh``.
+    Checkpoints work as with ``elasticrun`` (docs/checkpoints.md), in a folder shared by all nodes or at a URL. A
+    repeated call resumes from the newest checkpoint, unless ``fresh`` is True.
 
     Raises:
         Invalid: (a ValueError) an argument is invalid, or the cluster has no resources for the workers within
@@ -77,10 +76,10 @@ def run(
 
     Args:
         placement_group: placement group for the workers (default: the caller's group without its first bundle, as in a
-            trial of Ray Tune; otherwise the job creates groups). ``env`` is added to the workers' environment. Its
-            variables of `elasticrun` and OpenTelemetry also apply to the driver.
+            trial of Ray Tune; otherwise the job creates groups). ``env`` is added to the workers' environment.
+            Variables of ``elasticrun`` and OpenTelemetry in ``env`` also apply to the driver.
         label_selector: labels of the nodes for the workers, in the syntax of Ray's label selectors (default: any node).
-            It needs a release of Ray whose placement groups have label selectors.
+            Requires a release of Ray whose placement groups support label selectors.
     """
     with Executor(
         num_workers,
@@ -114,9 +113,9 @@ def attach(
     on_report: Callable[[Report], None] | None = None,
     on_output: Callable[[str, bytes], None] | None = None,
 ) -> Result:
-    """Follow a job started with ``detached=job``, and wait for its end. Ctrl-C only stops following.
+    """Follow a job that was started with ``detached=job``, and wait for its result. Ctrl-C only ends the wait.
 
-    The outcome can be read once. Afterwards, the name can be used again.
+    The result can be read only once. Afterwards, another job can use the name.
 
     Raises:
         Invalid: no detached job has this name.
@@ -134,18 +133,18 @@ def attach(
 
 
 def stop(job: str) -> bool:
-    """End a detached job in any state and release its resources. Return whether it existed."""
+    """End a detached job in any state, and release its resources. Return whether the job existed."""
     driver_client = _following()
     driver_client.connect()
     return bool(driver_client.stop(job))
 
 
 class Executor:
-    """Pool of workers on a Ray cluster that run functions. The arguments are those of `run`.
+    """Pool of workers on a Ray cluster that runs functions. Takes the same arguments as `run`.
 
-    Without ``min_workers`` and ``max_workers``, `start` starts the workers, which run until `shutdown`. Each has an
-    instance of ``executable_cls``, and `run` and `execute` call functions in them. An elastic executor keeps its
-    resources, and each `run` starts new workers.
+    Without ``min_workers`` and ``max_workers``, `start` starts persistent workers, which run until `shutdown`. Each
+    holds an instance of ``executable_cls``, and `run` and `execute` call functions on the workers. With either
+    argument, the executor is elastic: it keeps its resources, and each `run` starts new workers.
     """
 
     @accepts(RAY)
@@ -166,10 +165,10 @@ class Executor:
         placement_timeout: float = PLACEMENT_S,
         **options: Unpack[RayOptions],
     ) -> None:
-        """Check the arguments without starting anything.
+        """Validate the arguments. Starts nothing.
 
         Args:
-            num_hosts: the exact number of nodes, each with the same number of workers.
+            num_hosts: exact number of nodes, each with the same number of workers.
 
         Raises:
             Invalid: an argument is out of range or contradicts another argument.
@@ -193,9 +192,9 @@ class Executor:
         self._on_report = on_report
         self._on_output = on_output
         self._follower: Any = None
-        # request for the workers if a placement group spans several hosts, or None
+        # worker request with a placement group that spans several hosts, or None
         self._spread: arguments.WorkerRequest | None = None
-        self._calling: Any = None  # not None iff workers are persistent
+        self._calling: Any = None  # client for calls; not None iff the workers are persistent
 
     # ---- start and shutdown ------------------------------------------------------------------------------------------
 
@@ -237,10 +236,10 @@ class Executor:
             raise
 
     def _prepared(self) -> tuple[Any, dict[str, str]]:
-        """Connect to Ray.
+        """Connect to Ray, and prepare the workers' environment.
 
         Returns:
-            The module that uses Ray, and the workers' environment.
+            The module `elastic.ray.driver_client`, and the workers' environment.
 
         Raises:
             Invalid: Ray is not installed, or a name or value of the environment is invalid.
@@ -304,7 +303,7 @@ class Executor:
 
         Raises:
             JobFailed: the job failed.
-            Exception: the exception of ``fn`` on a worker.
+            Exception: raised by ``fn`` on a worker, and raised again here.
         """
         self._need_start("run", fn)
         if not self._wanted.elastic:
@@ -322,13 +321,15 @@ class Executor:
         return list(self._calling.references(call_results.call(call_results.RUN, fn, args, kwargs)))
 
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Call ``fn(instance)`` on every worker with its instance of ``executable_cls``. Return the values by rank."""
+        """Call ``fn(instance)`` on every worker, with the worker's instance of ``executable_cls``. Return the results
+        by rank.
+        """
         self._need_start("execute", fn)
         self._need_static("execute")
         return self._call(call_results.EXECUTE, fn)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Call ``fn(instance)`` on the worker of rank 0."""
+        """Call ``fn(instance)`` only on the worker with rank 0, and return the result."""
         self._need_start("execute_single", fn)
         self._need_static("execute_single")
         return self._call(call_results.EXECUTE, fn, ranks=(0,))[0]
@@ -338,7 +339,7 @@ class Executor:
         return values
 
     def run_once(self, call: bytes) -> Result:
-        """Run a pickled call as a separate job. Starts the executor if necessary."""
+        """Run a pickled call as a job of its own. If necessary, start the executor first."""
         if self._follower is None:
             self._follower = self._made(*self._prepared())
         follower = self._follower
@@ -349,7 +350,7 @@ class Executor:
         follower = self._made(*self._prepared(), detached=name, call=call)
         try:
             ended = follower.ended()
-        except KeyboardInterrupt:  # The driver may end this process by a signal.
+        except KeyboardInterrupt:  # The driver may interrupt this process with a signal.
             follower.close()
             raise
         follower.close()
@@ -376,7 +377,7 @@ def _result(ended: Any) -> Result:
 
 
 def _following() -> Any:
-    """Import and return the module that needs Ray."""
+    """Import and return the module that depends on Ray."""
     try:
         import ray  # noqa: F401
     except ImportError:

@@ -1,6 +1,6 @@
-"""Buffer of a driver's output and reports for its followers, in order. If it is full, the oldest items are dropped.
+"""Buffer of a driver's output and reports, in order, for its followers. When it is full, the oldest items are dropped.
 
-Several threads add items. Followers fetch items in the event loop, each from its own position.
+Several threads add items. Each follower fetches items from its own position, in the event loop.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import uuid
 from collections import deque
 from typing import Any, NamedTuple
 
-LIMIT_BYTES = 8 << 20  # maximum number of bytes that are stored
+LIMIT_BYTES = 8 << 20  # maximum number of buffered bytes
 AT_ONCE_BYTES = 1 << 20
 
 
 class JobUpdate(NamedTuple):
-    """One item of output or reports.
+    """Item of output, or report.
 
-    ``kind`` is stdout or stderr, with bytes as ``value``, or report, with a `Report`.
+    ``kind`` is "stdout" or "stderr" with bytes as ``value``, or "report" with a `Report`.
     """
 
     kind: str
@@ -27,29 +27,30 @@ class JobUpdate(NamedTuple):
 
 
 class UpdateBatch(NamedTuple):
-    """Items that a follower has fetched. Pass ``next`` and ``source`` to the next request.
+    """Items fetched by a follower. Pass ``next`` and ``source`` to the next request.
 
     Args:
-        lost: number of dropped bytes.
+        lost: number of bytes that were dropped before the items.
     """
 
-    source: str  # ID that changes when the driver restarts, after which positions restart at 0
-    next: int  # position after the last byte, in bytes since the start
+    # ID of the buffer, which changes when the driver restarts and positions start again at 0
+    source: str
+    next: int  # position after the last item, in bytes since the start
     items: list[JobUpdate]
     lost: int
 
 
 class JobUpdates:
-    """Buffer of output and reports. Create it in the event loop."""
+    """Buffer of output and reports. Must be created in the event loop."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self.source = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._limit = limit_bytes
         self._lock = threading.Lock()
-        # Items, each with its end in bytes since the start.
+        # items, each with the position of its end in bytes since the start
         self._items: deque[tuple[JobUpdate, int]] = deque()
-        self._first = 0  # position of the oldest item, in bytes since the start
+        self._first = 0  # position of the oldest item in bytes since the start
         self._end = 0
         self._waiting: set[asyncio.Future[None]] = set()
         self._closed = False
@@ -72,12 +73,12 @@ class JobUpdates:
         self._wake()
 
     def close(self) -> None:
-        """Release waiting followers, because no more updates will be added."""
+        """Wake waiting followers, because no more items will be added."""
         self._closed = True
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # The event loop is closed.
+        with contextlib.suppress(RuntimeError):  # raised if the event loop is closed
             self._loop.call_soon_threadsafe(self._wake_all)
 
     def _wake_all(self) -> None:
@@ -86,7 +87,7 @@ class JobUpdates:
                 future.set_result(None)
 
     async def after(self, source: str, begin: int, wait_s: float) -> UpdateBatch:
-        """Return the items after ``begin``, waiting at most ``wait_s`` seconds for the first."""
+        """Return the items from position ``begin`` on. Waits up to ``wait_s`` seconds for the first."""
         if source != self.source:
             begin = 0
         batch = self._since(begin)

@@ -1,8 +1,8 @@
 """Program of a persistent worker: ``python -m elastic.ray.serve_calls``. Executes requests until it receives END.
 
-Calls arrive through a unix socket that only this user can access, served by the agent's actor. A line of JSON gives
-this worker's rank once its world is formed; then each frame is answered with one, in order. A frame is four bytes with
-its length, followed by the data. See `call_results`.
+Calls arrive through a unix socket that only this user can access, served by the agent's actor. Once its world is
+formed, the worker sends its rank in a line of JSON. From then on, it answers each frame with a frame, in order. A frame
+consists of its length in four bytes, followed by the data. See `call_results`.
 """
 
 from __future__ import annotations
@@ -23,35 +23,37 @@ from typing import Any, Protocol
 from elastic.errors import Invalid
 from elastic.ray.call_results import END, EXECUTE, MAKE, REGROUP, RUN, answered, failed
 
-CALLS = "ELASTIC_CALLS"  # default: the socket `call_results` next to the file of ELASTIC_CALL
+CALLS = "ELASTIC_CALLS"  # default: the socket `call_results` in the folder of the file ELASTIC_CALL
 CALL = "ELASTIC_CALL"
 LENGTH = struct.Struct("!I")
 
 
 class CallWorld(Protocol):
-    """Interface of a persistent worker's runtime that calls use. `served_world` implements it."""
+    """Runtime of a persistent worker, as used by calls. `served_world` implements it."""
 
     @property
     def rank(self) -> int: ...
 
     def call_off(self) -> None:
-        """Make all blocking collectives raise. Thread-safe."""
+        """Make all blocking collectives raise an error. Thread-safe."""
 
     def regroup(self) -> None:
         """Form a new world with the other ranks."""
 
     def settle(self) -> None:
-        """Wait, up to a limit, until the driver has received this worker's reports."""
+        """Wait until the driver has received this worker's reports, for a limited time."""
 
 
 class Calls:
-    """Connection on which calls arrive. The working thread calls `take`, and another thread reads."""
+    """Connection through which calls arrive. The working thread calls `take`; another thread reads from the
+    connection.
+    """
 
     def __init__(self, connection: socket.socket, call_off: Callable[[], None]) -> None:
-        """Start to read requests.
+        """Start the thread that reads requests.
 
         Args:
-            connection: the connection.
+            connection: connected socket.
             call_off: called in the reading thread when `REGROUP` arrives or the connection is closed.
         """
         self._socket = connection
@@ -79,7 +81,7 @@ class Calls:
                 if word == REGROUP:
                     self._call_off()
                 self._words.put(word)
-        # The connection is closed: cancel the current call, because nothing else would release it from a collective.
+        # Cancel the current call: after the connection has closed, nothing else would release it from a collective.
         self._call_off()
         self._words.put(END)
 
@@ -95,14 +97,14 @@ class Calls:
 
 
 class Serving:
-    """State of a persistent worker between calls."""
+    """Executes the calls of a persistent worker, and keeps its instance between them."""
 
     def __init__(self, world: CallWorld) -> None:
         self._world = world
-        self._made: list[Any] = []  # the instance, if one was made
+        self._made: list[Any] = []  # the instance of ``executable_cls``, if one was created
 
     def answer(self, word: bytes) -> bytes:
-        """Execute a request. Catches everything that a function raises, including SystemExit."""
+        """Execute a request and return the answer. Catches all exceptions of a function, including SystemExit."""
         try:
             try:
                 answer = answered(self._perform(word))
@@ -111,7 +113,7 @@ class Serving:
                 self._world.settle()
         except BaseException as error:
             answer = failed(error, self._world.rank)
-            del error  # Frees the frames of the traceback and their objects.
+            del error  # Release the traceback's frames and the objects that they reference.
             gc.collect()
         return answer
 
@@ -121,7 +123,7 @@ class Serving:
         kind, parts = pickle.loads(word)
         if kind == MAKE:
             cls, args, kwargs = parts
-            self._made = []  # Frees the previous instance first.
+            self._made = []  # Release the previous instance before the next one is created.
             self._made = [cls(*args, **kwargs)]
             return None
         if kind == RUN:
@@ -136,14 +138,14 @@ class Serving:
 
 
 def serve(connection: socket.socket, world: CallWorld, hello: dict[str, Any]) -> None:
-    """Serve calls until `END`, or until the connection is closed."""
+    """Execute calls until `END` arrives or the connection is closed."""
     calls = Calls(connection, world.call_off)
     calls.begin({"rank": world.rank, **hello})
     serving = Serving(world)
     while (word := calls.take()) != END:
         answer = serving.answer(word)
         del word
-        with contextlib.suppress(OSError):  # The caller has exited. `take` then returns `END`.
+        with contextlib.suppress(OSError):  # If the caller has exited, `take` returns `END` next.
             calls.answer(answer)
 
 

@@ -1,8 +1,9 @@
-"""The world of a persistent worker. It is formed before the first call, and survives calls that fail on some ranks.
+"""World of a persistent worker. It is formed before the first call, and formed again after a call that failed.
 
-In other static jobs, a failed collective ends the job, because a partly executed script cannot be undone. Here each
-call is separate, and a failed call is reported to its caller. A failed world is therefore abandoned without notifying
-the driver, and the ranks rendezvous again before the next call: see `call_results.REGROUP`.
+In other static jobs, a failed collective ends the job, because a partly executed script cannot be undone. Calls to
+persistent workers are independent of each other, and a failed call is reported to its caller. The ranks therefore
+abandon a failed world without notifying the driver, and rendezvous again before the next call: see
+`call_results.REGROUP`.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ class ServedSession(Session):
     """Session whose world can be abandoned without ending the job.
 
     Args:
-        given_up: reason why collectives are not possible until the next world. Empty if they are possible.
+        given_up: reason why collectives fail until the next world. Empty if they are possible.
     """
 
     given_up = ""
 
     def give_up(self, reason: str, needed: Callable[[], bool] = lambda: True) -> None:
-        """End the current world without notifying the driver. Thread-safe.
+        """Abandon the current world without notifying the driver. Thread-safe.
 
         Args:
-            reason: reason for the errors of collectives.
-            needed: returns whether to end the world. Called under the lock.
+            reason: reason to state in the errors of collectives.
+            needed: returns whether to abandon the world. Called under the lock.
         """
 
         def decide(recovery: Recovery) -> list[Action]:
@@ -75,7 +76,7 @@ class ServedRuntime(WorkerRuntime):
 
     def __init__(self, env: Environment, link: Link) -> None:
         self._served = ServedSession(env, link)
-        self._regroupings = Regroupings()  # guarded by the lock of the session
+        self._regroupings = Regroupings()  # guarded by the session's lock
         super().__init__(env, link, self._served)
 
     @property
@@ -83,12 +84,16 @@ class ServedRuntime(WorkerRuntime):
         return self.place.rank
 
     def settle(self) -> None:
-        """Wait, up to a limit, until the driver has received the reports of a call, before its value is sent."""
+        """Wait, for a limited time, until the driver has received a call's reports. Called before the call's value is
+        sent.
+        """
         if self.reporting is not None:
             self.reporting.settle()
 
     def call_off(self) -> None:
-        """Cancel the current call, so that blocking collectives raise. Thread-safe. Every rank then calls `regroup`."""
+        """Cancel the current call: blocking collectives raise an error. Thread-safe. Every rank must then call
+        `regroup`.
+        """
         self._served.give_up(CALLED_OFF, self._regroupings.tell)
 
     # ---- the next world, in the calling thread -------------------------------------------------------------------
@@ -107,18 +112,18 @@ class ServedRuntime(WorkerRuntime):
         lifecycle.init()
 
     def first_world(self) -> None:
-        """Enter a world in ``init()``. In a cancelled call, the other ranks may already be regrouping."""
+        """Enter a world in ``init()``. If the call was cancelled, the other ranks may already be regrouping."""
         regroupings = self._regroupings
         if not regroupings.ahead:
             if self._served.recovery.phase is Phase.TRAINING:
-                return  # The world was formed for the request that this rank acts on.
+                return  # The rendezvous formed the world for the request that this rank acts on.
             self._meet()
         if regroupings.ahead or regroupings.over:
             self._served.give_up(CALLED_OFF, lambda: regroupings.over)
             raise CollectiveFailed(CALLED_OFF)
 
     def _meet(self) -> None:
-        """Form a new world of all ranks.
+        """Rendezvous with all other ranks and form a new world.
 
         Raises:
             DriverLost: the worker lost its connection to the driver.
@@ -140,7 +145,7 @@ class ServedRuntime(WorkerRuntime):
 
 
 def join() -> ServedRuntime:
-    """Join this process's job and its first world. Raises the same errors as ``init()``."""
+    """Join this process's job and enter its first world. Raises the same exceptions as ``init()``."""
     env = environment.read()
     if env.driver is None:
         raise Invalid(

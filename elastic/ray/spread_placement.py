@@ -1,4 +1,4 @@
-"""Placement group for an exact number of nodes, with one bundle per node for all of its workers."""
+"""Placement group for an exact number of nodes, with one bundle per node that holds all of the node's workers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from elastic.ray.arguments import WorkerRequest
 
 
 def spread(wanted: WorkerRequest) -> WorkerRequest:
-    """Reserve a placement group, and return the request that uses it. `give_back` removes the group.
+    """Reserve a placement group, and return a request that uses it. Free the group with `give_back`.
 
-    This call may wait for other jobs. Raises Invalid if the workers of a host need a fraction of a GPU in total.
+    May wait for other jobs to release resources. Raises Invalid if the workers of a host need a fraction of a GPU in
+    total.
     """
     assert wanted.hosts is not None
     each = wanted.np // wanted.hosts
@@ -25,7 +26,7 @@ def spread(wanted: WorkerRequest) -> WorkerRequest:
             " but Ray grants only whole GPUs: pass a GPU fraction that gives a whole number per host"
         )
     selectors: Any = {}
-    if wanted.labels:  # Releases of Ray before label selectors do not have the argument.
+    if wanted.labels:  # Older releases of Ray lack this argument.
         selectors = {"bundle_label_selector": [dict(wanted.labels)] * wanted.hosts}
     group: Any = ray.util.placement_group(
         [bundle] * wanted.hosts, strategy="STRICT_SPREAD", **selectors
@@ -34,5 +35,5 @@ def spread(wanted: WorkerRequest) -> WorkerRequest:
 
 
 def give_back(wanted: WorkerRequest) -> None:
-    remove: Any = ray.util.remove_placement_group  # the function has no type annotations
+    remove: Any = ray.util.remove_placement_group  # the function in Ray has no type annotations
     remove(wanted.placement_group)

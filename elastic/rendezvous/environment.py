@@ -1,4 +1,4 @@
-"""Environment variables that a worker reads. This is the only module of the worker that reads them."""
+"""Settings that a worker reads from environment variables. No other module of the worker reads the environment."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from elastic.rendezvous.launcher_env import LauncherEnv, started
 from elastic.rendezvous.nccl_settings import CONNECT_TIMEOUT_S
 
 WAIT_TIMEOUT_S = 1260.0  # twice the default of --elastic-timeout, plus a minute
-START_TIMEOUT_S = 600.0  # long, because rank 0 may prepare data before the other ranks proceed
-# Without a driver, stuck ranks are not detected, and a checkpoint may take long. The value is torch's default.
+START_TIMEOUT_S = 600.0  # long, because rank 0 may prepare data before the other ranks can proceed
+# Same as torch's default. Long, because without a driver stuck ranks are not detected, and a checkpoint may take long.
 COLLECTIVE_TIMEOUT_S = 1800.0
-# GPUs have a shorter limit: launched collectives complete in seconds, and nothing else detects a GPU that hangs.
+# Shorter for GPUs: once launched, a collective completes in seconds, and nothing else detects a hanging GPU.
 LAUNCHED_TIMEOUT_S = 180.0
-# value of HOROVOD_TIMELINE: no timeline until start_timeline() is called with a path
+# value of HOROVOD_TIMELINE that records nothing until start_timeline() is called with a path
 DYNAMIC = "DYNAMIC"
 
 _TLS = ("ELASTIC_TLS_CERT", "ELASTIC_TLS_KEY", "ELASTIC_TLS_CA")
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
-_BFC_MB = 64 << 10  # upper limit that TensorFlow's own allocator uses by default
+_BFC_MB = 64 << 10  # default maximum size of TensorFlow's own allocator, in MB
 
 
 @dataclass(frozen=True)
 class Environment:
     """Settings of one worker.
 
-    ``driver`` is None outside ``elasticrun``. Then ``started`` describes the other launcher. If ``started`` is None
-    too, the process is a world of size 1. Names that end in ``_s`` are in seconds.
+    Outside ``elasticrun``, ``driver`` is None and ``started`` describes the launcher. If both are None, the process is
+    a world of size 1. Fields with names that end in ``_s`` are in seconds.
     """
 
     driver: Address | None
@@ -46,45 +46,49 @@ class Environment:
     # address on which this worker listens; empty means the local address of the route to rank 0
     bind_host: str
     elastic: bool
-    timeout_s: float  # time limit for forming a group
-    collective_timeout_s: float  # time limit for a collective
+    timeout_s: float  # timeout for forming a group
+    collective_timeout_s: float  # timeout for a collective
     wait_timeout_s: float  # maximum time without a message from the driver
-    digest_commits: bool  # report a digest of every commit, so that replicas can be compared
-    # also report a digest of each tensor, so that two runs can be compared
+    # whether to report a digest of every commit, with which replicas are compared
+    digest_commits: bool
+    # whether to report a digest of each tensor as well, with which two runs are compared
     digest_tensors: bool = False
-    # maximum fraction of time spent on copies at commits; 0 means a copy at each commit
+    # maximum fraction of the time that may be spent on copying at commits; 0 copies at every commit
     commit_budget: float = 0.0
-    islands: tuple[IslandRule, ...] = ()  # see elastic.protocol.islands
+    islands: tuple[IslandRule, ...] = ()  # rules of --islands; see elastic.protocol.islands
     workers_min: int = 1  # minimum number of workers of the job
     checks: bool = True  # whether to check the script's first steps; see elastic.script_checks
-    strict: bool = False  # whether findings of these checks end the job
+    strict: bool = False  # whether a finding of these checks ends the job
     # whether to admit workers whose results are not bitwise identical; see elastic.exact.probe
     allow_inexact: bool = False
-    # folder for the states of workers with wrong gradients; empty means that they are not saved
+    # folder in which states with wrong gradients are saved; empty means that they are not
     keep_faulty: str = ""
-    cycle_s: float = 0.001  # seconds between two rounds of negotiation and fusion; 0 means no delay
-    cache_capacity: int = 1024  # number of names with cached negotiation; 0 disables the cache
+    cycle_s: float = 0.001  # seconds between rounds of negotiation and fusion; 0 means no delay
+    # maximum number of names with a cached negotiation; 0 disables the cache
+    cache_capacity: int = 1024
     # maximum size of a fused collective in bytes; None means the default
     fusion_bytes: int | None = None
-    group_fusion: bool = True  # whether a group may be fused with other tensors
-    # seconds until a collective that waits for other ranks is reported; 0 means never
+    group_fusion: bool = True  # whether tensors of a group may be fused with tensors outside it
+    # seconds until a warning about a collective that waits for other ranks; 0 means never
     stall_warning_s: float = 60.0
     # seconds until a collective that waits for other ranks fails; 0 means never
     stall_shutdown_s: float = 0.0
-    cores: tuple[int, ...] = ()  # core for the background thread, by local rank; empty means any
+    # CPU core of the background thread, by local rank; empty means any core
+    cores: tuple[int, ...] = ()
     dynamic_process_sets: bool = False
-    timeline: str | None = None  # a path, or DYNAMIC
+    timeline: str | None = None  # path of the timeline, or DYNAMIC
     timeline_mark_cycles: bool = False
-    # Paths of certificate, key and CA for the control connection; None means no TLS.
+    # paths of certificate, key and CA for the control connection; None means no TLS
     tls: tuple[str, str, str] | None = None
-    # description of the launcher that started this worker, if not elasticrun
+    # launcher that started this worker, if not elasticrun
     started: LauncherEnv | None = None
-    start_timeout_s: float = START_TIMEOUT_S  # time limit for every rank to call init()
-    native: bool = True  # whether ranks of one host reduce in shared memory if possible
-    life_lock: str = ""  # lock that lets the agent detect the death of this process immediately
+    start_timeout_s: float = START_TIMEOUT_S  # timeout for all ranks to call init()
+    native: bool = True  # whether ranks on one host reduce in shared memory if possible
+    # location of the lock through which the agent detects this process's death immediately
+    life_lock: str = ""
 
     def core(self, local_rank: int) -> int | None:
-        """Return the core for this rank's background thread, or None for any core."""
+        """Return the CPU core for this rank's background thread, or None for any core."""
         return self.cores[local_rank] if 0 <= local_rank < len(self.cores) else None
 
 
@@ -98,7 +102,7 @@ def read(
         launched: description of the launcher, if known.
 
     Raises:
-        Invalid: a variable of the launcher or of Horovod is malformed.
+        Invalid: a variable of the launcher or of Horovod has an invalid value.
     """
     env = os.environ if environ is None else environ
     alone = Worker("localhost", 0, 1)
@@ -134,7 +138,7 @@ def read(
         bind_host=env.get("ELASTIC_BIND") or ("127.0.0.1" if launched is None else ""),
         elastic=env.get("HOROVOD_ELASTIC", "0") == "1",
         timeout_s=timeout_s,
-        # longer with a driver, which detects stuck ranks itself
+        # with a driver the timeout can be longer, because the driver detects stuck ranks itself
         collective_timeout_s=_seconds(env, "ELASTIC_COLLECTIVE_TIMEOUT", patience_s),
         wait_timeout_s=_seconds(env, "ELASTIC_WAIT_TIMEOUT", WAIT_TIMEOUT_S),
         digest_commits=digests(env),
@@ -165,28 +169,28 @@ def read(
 
 
 def native(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether ranks of one host may share memory."""
+    """Return whether ranks on one host may share memory."""
     return switch(os.environ if environ is None else environ, "ELASTIC_NATIVE", default=True)
 
 
 def legacy_keras(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether ``tf.keras`` is legacy Keras, by TensorFlow's rules. False for other backends."""
+    """Return whether ``tf.keras`` is legacy Keras, by TensorFlow's own rules. Always False with other backends."""
     env = os.environ if environ is None else environ
     wanted = env.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
     return wanted and env.get("KERAS_BACKEND", "") in ("", "tensorflow")
 
 
 def digests(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether workers report digests of their commits. Raises Invalid if ELASTIC_DIGESTS has another value."""
+    """Return whether workers report digests of commits. Raises Invalid if ELASTIC_DIGESTS has an invalid value."""
     return switches.digests(os.environ if environ is None else environ)
 
 
 def record_nothing(environ: MutableMapping[str, str] | None = None) -> None:
-    """Disable torch's flight recorder unless TORCH_FR_BUFFER_SIZE is set.
+    """Disable torch's flight recorder unless the user has set TORCH_FR_BUFFER_SIZE.
 
-    It keeps the last 2000 collectives of the process with their Python stacks, and some data of every group forever: 8
-    MB with three workers. These data fragment the heap, so the memory between them cannot be freed. Torch reads the
-    variable when it creates its first group.
+    The recorder keeps the last 2000 collectives of the process with their Python stacks, and never frees some data of
+    every group: 8 MB with three workers. These data fragment the heap, so that the memory between them can't be
+    returned to the system. Torch reads the variable when it creates its first group.
     """
     env = os.environ if environ is None else environ
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # deprecated name of the variable
@@ -196,11 +200,11 @@ def record_nothing(environ: MutableMapping[str, str] | None = None) -> None:
 def keep_tensors(
     environ: MutableMapping[str, str] | None = None, host_bytes: int | None = None
 ) -> None:
-    """Make TensorFlow use its own CPU allocator, which keeps memory between steps, unless another one was chosen.
+    """Make TensorFlow use its own CPU allocator, which keeps memory between steps. A user's choice takes precedence.
 
-    With malloc, the memory of gradients waiting for reduction is returned to the system after each step, and faulted in
-    again page by page, filled with zeros. The allocator may use all of ``host_bytes``, the memory of the host;
-    by default it is queried. TensorFlow reads the variable when it makes its first tensor.
+    malloc returns the memory of gradients that wait for reduction to the system after each step, and in the next step
+    the kernel zeroes every page again. The allocator may use all of ``host_bytes``, the host's memory in bytes
+    (default: queried from the system). TensorFlow reads the variable when it creates its first tensor.
     """
     env = os.environ if environ is None else environ
     if "TF_CPU_ALLOCATOR_USE_BFC" in env or allocator_chosen(env):
@@ -214,7 +218,8 @@ def keep_tensors(
 def prepare(env: Environment, environ: MutableMapping[str, str] | None = None) -> None:
     """Set the variables of torch and NCCL that elasticrun would set. Call this in init(), before torch starts threads.
 
-    Variables that already have the correct value are not written, because setenv is not safe while other threads read.
+    Variables that already have the correct value are not written, because setenv is unsafe while other threads read the
+    environment.
     """
     environ = os.environ if environ is None else environ
     for name, value in nccl_settings.needed(env.timeout_s).items():
@@ -227,9 +232,9 @@ def prepare(env: Environment, environ: MutableMapping[str, str] | None = None) -
 def launched_timeout_s(
     collective_timeout_s: float, environ: Mapping[str, str] | None = None
 ) -> float:
-    """Return the timeout in seconds of a collective on GPUs once this rank has launched it.
+    """Return the timeout in seconds of a GPU collective, counted from its launch on this rank.
 
-    The timeout is not shortened if the user has set it, or with a driver, which detects whether other ranks have
+    This is the ordinary timeout if the user has set one or there is a driver, which detects ranks that have not
     launched the collective.
     """
     env = os.environ if environ is None else environ
@@ -240,13 +245,13 @@ def launched_timeout_s(
 
 
 def gpus_are_shared(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether NCCL (2.30 or later) allows several ranks on one GPU."""
+    """Return whether NCCL allows several ranks on one GPU. Requires NCCL 2.30."""
     env = os.environ if environ is None else environ
     return switch(env, "NCCL_MULTI_RANK_GPU_ENABLE")
 
 
 def allocator_chosen(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether the user has chosen how this process allocates and frees memory."""
+    """Return whether the user has chosen or configured this process's memory allocator."""
     env = os.environ if environ is None else environ
     return (
         any(env.get(name) for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"))
@@ -256,13 +261,13 @@ def allocator_chosen(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def failpoints(environ: Mapping[str, str] | None = None) -> str:
-    """Return the unparsed rules of `elastic.failpoints`, or an empty string without rules."""
+    """Return the rules of `elastic.failpoints` as text, or an empty string if none are set."""
     env = os.environ if environ is None else environ
     return env.get("ELASTIC_FAILPOINTS", "").strip()
 
 
 def worker(environ: Mapping[str, str] | None = None) -> Worker:
-    """Return the identity of this process, without reading any other variable."""
+    """Return the identity of this worker. Reads no other variable."""
     env = os.environ if environ is None else environ
     try:
         return Worker.parse(env["ELASTIC_WORKER"])
@@ -278,7 +283,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 
 def _number(env: Mapping[str, str], name: str, of: str, default: float) -> float:
-    """Parse a number in an environment variable. Return ``default`` if the variable is not set or empty."""
+    """Parse a number in an environment variable. Return ``default`` if the variable is unset or empty."""
     try:
         value = float(env.get(name) or default)
     except ValueError:

@@ -1,7 +1,7 @@
 """Rendezvous of a world without a driver: rank 0 serves a store and publishes its address.
 
-The launcher determines how the address is published. See `launcher_env`. All ranks then exchange their hosts and local
-ranks through that store. From these they compute their places and the address of the first world's store.
+The launcher determines how the address is published: see `launcher_env`. All ranks exchange their hosts and local ranks
+through this store. From these they compute their places, and the address of the first world's own store.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from elastic.rendezvous.launcher_env import (
 )
 from elastic.rendezvous.store import Store, listen
 
-REACH_S = 0.5  # timeout in seconds for connecting to rank 0 at an address that may be stale
-LOOK_S = 0.02  # seconds between two attempts to read rank 0's address
-_PUBLIC = ("192.0.2.1", "2001:db8::1")  # destination port for looking up a route; nothing is sent
+REACH_S = 0.5  # timeout in seconds for connecting to rank 0 at an address that may be out of date
+LOOK_S = 0.02  # seconds between attempts to read rank 0's address
+# destination port for looking up a route; no data is sent to it
+_PUBLIC = ("192.0.2.1", "2001:db8::1")
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
-    """Message of a rank to all other ranks in the rendezvous.
+    """Message that a rank sends to all other ranks in the rendezvous.
 
     Args:
-        store: address at which rank 0 will serve the next world.
+        store: address at which this rank, if it is rank 0, will serve the next world's store.
     """
 
     host: str
@@ -53,7 +54,7 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rank0Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Endpoint that rank 0 publishes for the other ranks."""
+    """Address and secret that rank 0 publishes for the other ranks."""
 
     host: str
     port: int
@@ -61,9 +62,9 @@ class Rank0Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FoundRank0(NamedTuple):
-    """Result of the search for rank 0: the completed ``env`` and the ``store`` of the rendezvous.
+    """Result of the search for rank 0: the completed ``env``, and the ``store`` of the rendezvous.
 
-    The store must be closed once the world is formed.
+    Close the store once the world is formed.
     """
 
     env: Environment
@@ -79,7 +80,7 @@ class _Publisher(Protocol):
 
 
 def meet(started: LauncherEnv, env: Environment) -> FoundRank0:
-    """Block until rank 0 can be reached.
+    """Find rank 0 and connect to its store. Blocks until rank 0 can be reached.
 
     Raises:
         Invalid: a port or a folder cannot be used.
@@ -92,7 +93,8 @@ def meet(started: LauncherEnv, env: Environment) -> FoundRank0:
     if isinstance(way, ByAddress):
         address = Address(bind_host if started.rank == 0 else numeric(way.host), way.port)
         secret = way.secret
-        # A stale address is not possible here. A failed connection means that rank 0 has not started yet.
+        # The address is known in advance, so it can't be out of date. If a connection fails, rank 0 has not started
+        # yet.
         store = (
             _serve(address, secret, way)
             if started.rank == 0
@@ -120,7 +122,7 @@ def meet(started: LauncherEnv, env: Environment) -> FoundRank0:
             _greet(store, started, env, deadline)
             return FoundRank0(_found(env, bind_host, left.secret, started), store)
         except CollectiveFailed:
-            # The address may belong to an earlier job, while this job's rank 0 is still starting.
+            # The address may be left over from an earlier job, because this job's rank 0 has not published its own yet.
             store.close()
             if time.monotonic() > deadline:
                 raise
@@ -158,7 +160,7 @@ def arrive(
 
 
 def _greet(store: Store, started: LauncherEnv, env: Environment, deadline: float) -> None:
-    """Exchange a message with all ranks, to verify that they use the store of the same job."""
+    """Exchange a message with all ranks, to verify that all of them belong to the same job."""
     left_s = max(deadline - time.monotonic(), 0.001)
     try:
         store.exchange("greetings", started.rank, started.size, b"", left_s)
@@ -216,8 +218,8 @@ def _board(way: ByTorchelasticStore | ByFile | ByStore, deadline: float) -> _Pub
 
 
 class _TorchStore:
-    """Rendezvous that publishes rank 0's endpoint in a store of torch.distributed: that of torchrun's agent, or one
-    that the ranks share.
+    """Publishes rank 0's endpoint in a torch.distributed store: that of torchrun's agent, or one that all ranks
+    share.
     """
 
     def __init__(self, store: Any, key: str) -> None:
@@ -241,15 +243,15 @@ class _TorchStore:
 
 
 class _File:
-    """Rendezvous that publishes rank 0's endpoint in a file, in a folder that only this user can access."""
+    """Publishes rank 0's endpoint in a file, in a folder that only this user can access."""
 
     def __init__(self, way: ByFile) -> None:
         self._path = private_folder() / way.name
 
     def publish(self, endpoint: Rank0Endpoint) -> None:
-        """Write the endpoint atomically, because other ranks may read the file at any time."""
+        """Write the endpoint to the file atomically, because other ranks may read the file at any time."""
         handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f"{self._path.name}.")
-        with os.fdopen(handle, "wb") as file:  # mode 0600
+        with os.fdopen(handle, "wb") as file:  # created with mode 0600
             file.write(msgspec.msgpack.encode(endpoint))
         os.replace(name, self._path)
 
@@ -267,10 +269,10 @@ class _File:
 
 
 def private_folder() -> Path:
-    """Return the folder for files with rank 0's endpoint, created with mode 0700.
+    """Return the folder for endpoint files. Creates it with mode 0700 if necessary.
 
     Raises:
-        Invalid: another user could read or write the folder.
+        Invalid: another user can read or write the folder.
     """
     path = Path(tempfile.gettempdir()) / f"hvd-elastic-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
@@ -288,7 +290,7 @@ def private_folder() -> Path:
 
 
 def _bind_host(way: ByAddress | ByTorchelasticStore | ByFile | ByStore) -> str:
-    """Return this host's address on the route to rank 0. The rank listens only on this address."""
+    """Return this host's address on the route to rank 0, the only address on which the rank will listen."""
     if isinstance(way, ByFile) or not way.host:
         return "127.0.0.1"
     to = numeric(way.host)
@@ -298,8 +300,8 @@ def _bind_host(way: ByAddress | ByTorchelasticStore | ByFile | ByStore) -> str:
 def numeric(host: str) -> str:
     """Resolve MASTER_ADDR to a numeric address.
 
-    If this host resolves its own name to a loopback address, as on Debian, return its address in the network, which
-    other hosts can reach. Raises Invalid if ``host`` cannot be resolved.
+    If a host resolves its own name to a loopback address, as on Debian, return its network address instead, which other
+    hosts can reach. Raises Invalid if ``host`` cannot be resolved.
     """
     try:
         rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -309,7 +311,7 @@ def numeric(host: str) -> str:
             " MASTER_ADDR to an IP address"
         ) from None
     every = [str(row[4][0]) for row in rows]
-    # A name may resolve to IPv4 and IPv6 addresses, but this host may have a route to only one of them.
+    # The name may have both IPv4 and IPv6 addresses, but this host may have a route to only one of them.
     found = next((each for each in every if own_address(each) is not None), every[0])
     if host == "localhost" or not _loopback(found) or _is_numeric(host):
         return found
@@ -321,7 +323,7 @@ def numeric(host: str) -> str:
 
 
 def own_address(towards: str) -> str | None:
-    """Return this host's address on the route to a numeric address, or None without a route. Sends nothing."""
+    """Return this host's address on the route to a numeric address, or None without a route. Sends no data."""
     family = socket.AF_INET6 if ":" in towards else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

@@ -1,8 +1,8 @@
-"""Wrappers that update torch's ``DistributedSampler`` to the size and rank of the current world.
+"""Wrappers that keep the rank and size in torch's ``DistributedSampler`` equal to those of the current world.
 
-A sampler follows the world if it was created with the world's size and rank at that time, explicitly or by default. A
-sampler is left unchanged if it was created with other numbers, if the script has changed its numbers, or if its class
-computes ``num_samples`` and ``total_size`` differently from torch.
+A sampler follows the world if its ``num_replicas`` and ``rank`` were those of the world when it was created, explicitly
+or by default. A sampler is left unchanged if it was created with other values, if the script has changed them, or if
+its class computes ``num_samples`` and ``total_size`` differently from torch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from elastic.protocol.messages import Place
 
-# attribute of a following sampler with the last numbers that were set
+# attribute of a following sampler: the values that were set last
 MADE_FOR = "elastic_made_for"
 
 
 class SamplerRanks(NamedTuple):
-    """The values ``num_replicas`` and ``rank`` of a sampler."""
+    """Values of ``num_replicas`` and ``rank`` of a sampler."""
 
     replicas: int
     rank: int
@@ -27,11 +27,11 @@ class SamplerRanks(NamedTuple):
 
 _place: Callable[[], Place | None] | None = None
 _made: dict[int, weakref.ref[Any]] = {}
-_theirs: dict[str, Callable[..., Any]] = {}  # torch's original methods, by name
+_theirs: dict[str, Callable[..., Any]] = {}  # torch's original methods, keyed by name
 
 
 def install(place: Callable[[], Place | None]) -> None:
-    """Make samplers that are created from now on follow the world. Idempotent.
+    """Make samplers created from now on follow the world. Idempotent.
 
     Args:
         place: returns this worker's current place, or None.
@@ -49,7 +49,7 @@ def install(place: Callable[[], Place | None]) -> None:
 
 
 def uninstall() -> None:
-    """Restore torch's original methods of the sampler."""
+    """Restore torch's original sampler methods."""
     global _place
     _place = None
     from torch.utils.data import DistributedSampler
@@ -61,7 +61,7 @@ def uninstall() -> None:
 
 
 def follow() -> None:
-    """Update all samplers after a change of the world, because a subclass may read the numbers directly."""
+    """Update all following samplers after a change of the world, in case a subclass reads the values directly."""
     for made in [*_made.values()]:
         sampler = made()
         if sampler is not None:
@@ -69,7 +69,7 @@ def follow() -> None:
 
 
 def bring(sampler: Any) -> None:
-    """Set the numbers of a following sampler to those of the current world."""
+    """Set a following sampler's values to those of the current world."""
     now = _present()
     if now is None or getattr(sampler, MADE_FOR, now) == now or not follows(sampler):
         return
@@ -79,7 +79,7 @@ def bring(sampler: Any) -> None:
 
 
 def follows(sampler: Any) -> bool:
-    """Return whether a sampler has the numbers of the current world, or will be updated at its next use."""
+    """Return whether a sampler has the current world's values, or will have them at its next use."""
     made_for = getattr(sampler, MADE_FOR, None)
     if made_for is None or not _theirs or _numbers(sampler) != made_for:
         return False
@@ -114,7 +114,7 @@ def _registering(initialize: Callable[..., None]) -> Callable[..., None]:
         initialize(self, *args, **options)
         numbers = _numbers(self)
         if numbers == _present():
-            # stored as a plain tuple, so that a pickled sampler can be loaded without this package
+            # a plain tuple, so that a pickled sampler can be loaded without this package
             setattr(self, MADE_FOR, tuple(numbers))
             key = id(self)
             _made[key] = weakref.ref(self, lambda _: _made.pop(key, None))
@@ -123,9 +123,9 @@ def _registering(initialize: Callable[..., None]) -> Callable[..., None]:
 
 
 def _first(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap a method of a sampler, so that its numbers are updated first.
+    """Wrap a sampler's method so that the sampler is updated first.
 
-    Copies of a sampler, which are created without ``__init__``, also follow the world.
+    This also covers copies of a sampler, which are created without ``__init__``.
     """
 
     @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""Warning about environment variables that a script has read in an earlier world. Issued once."""
+"""Warning about a script that has read environment variables of an earlier world. Issued at most once."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from elastic.errors import StaleValueWarning
 from elastic.protocol.messages import Place
 from elastic.rendezvous import rank_variables
 
-_SHOWN = 3  # maximum number of lines of the script to list
+_SHOWN = 3  # maximum number of script lines in the warning
 
 
 class KeptVariables:
-    """Record of the environment at the start of this worker, for comparison with later worlds."""
+    """Environment variables as this worker started with them, for comparison with later worlds."""
 
     def __init__(self) -> None:
         self._at_start = dict(os.environ)
         self._looked = False
 
     def follow(self, place: Place, *, first: bool) -> None:
-        """Update the variables for a new place.
+        """Update the environment variables for a new place in the world.
 
-        On rank 0, in the first later world, emits a StaleValueWarning if the script reads a variable whose value at the
-        start is now wrong.
+        On rank 0 of the first later world, emit a StaleValueWarning if the script reads a variable that has changed
+        since this worker started.
 
         Args:
-            place: the new place.
+            place: place in the new world.
             first: whether this is the worker's first world.
         """
         rank_variables.follow(place)

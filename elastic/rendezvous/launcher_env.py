@@ -1,9 +1,10 @@
-"""Detection of the launcher, the rank and the rendezvous method of this process from environment variables.
+"""Detects this process's launcher, rank and rendezvous method from environment variables.
 
 Pure: no I/O, no clock.
 
-If elasticrun set variables, nothing else is read. Otherwise, the order is from most to least explicit: variables of
-Horovod, of torch (torchrun, or set by hand), of Open MPI, of MPICH and Intel MPI, of Slurm. See docs/launchers.md.
+If elasticrun has set its variables, no others are read. Otherwise, the first set that is complete is used, from most to
+least explicit: variables of Horovod, torch (torchrun, or set manually), Open MPI, MPICH and Intel MPI, Slurm. See
+docs/launchers.md.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any
 from elastic.errors import Invalid
 from elastic.protocol.messages import Place
 
-PORT_OFFSET = 1009  # distance from MASTER_PORT, which the script's own init_process_group may use
-# Range of ports if only a job ID is known, below the ephemeral ports of the system.
+# Added to MASTER_PORT, because the script's own init_process_group may use that port itself.
+PORT_OFFSET = 1009
+# Ports to choose from if only a job ID is known. They are below the system's ephemeral ports.
 FIRST_PORT, PORTS = (21_000, 8_000)
 ASKS_FOR_PORT = "ELASTIC_MASTER_PORT"
 
@@ -28,7 +30,7 @@ ASKS_FOR_PORT = "ELASTIC_MASTER_PORT"
 class ByTorchelasticStore:
     """Rendezvous through the TCPStore of torchrun's agent.
 
-    Rank 0 publishes its address and a secret under keys with this prefix.
+    Rank 0 publishes its address and a secret under keys that begin with ``prefix``.
     """
 
     host: str
@@ -38,9 +40,9 @@ class ByTorchelasticStore:
 
 @dataclass(frozen=True)
 class ByAddress:
-    """Rendezvous at a known address: rank 0 listens on this port of this host.
+    """Rendezvous at an address that all ranks know: rank 0 listens on ``port`` of ``host``.
 
-    ``secret`` is known to all ranks.
+    All ranks know ``secret``.
     """
 
     host: str
@@ -50,7 +52,7 @@ class ByAddress:
 
 @dataclass(frozen=True)
 class ByFile:
-    """Rendezvous of ranks on one host through a file, to which rank 0 writes its address and a secret.
+    """Rendezvous of ranks on one host through a file in which rank 0 publishes its address and a secret.
 
     Only the user who started the job can read the file.
     """
@@ -62,7 +64,7 @@ class ByFile:
 class ByStore:
     """Rendezvous through a shared torch.distributed store, in which rank 0 publishes its address and a secret.
 
-    ``host`` is the host of rank 0. Empty if all ranks are on one host.
+    ``host`` is the host of rank 0, or empty if all ranks are on one host.
     """
 
     store: Any
@@ -71,11 +73,11 @@ class ByStore:
 
 @dataclass(frozen=True)
 class LauncherEnv:
-    """Information about the launcher that started this process.
+    """Information that the launcher of this process has passed to it.
 
     Args:
-        way: way in which ranks find rank 0, or None for a world of size 1.
-        local_rank: rank on the host, or None if the launcher did not set it.
+        way: method by which ranks find rank 0, or None for a world of size 1.
+        local_rank: rank within the host, or None if the launcher has not set it.
     """
 
     by: str
@@ -86,7 +88,7 @@ class LauncherEnv:
 
 
 def started(env: Mapping[str, str], *, parent: int = 0) -> LauncherEnv | None:
-    """Return the launcher of this process, or None if it was started alone or by elasticrun.
+    """Return the launcher of this process, or None if elasticrun or no launcher started it.
 
     Args:
         env: environment variables.
@@ -117,12 +119,12 @@ def started(env: Mapping[str, str], *, parent: int = 0) -> LauncherEnv | None:
 def place(rank: int, hosts: Sequence[str], local_ranks_given: Sequence[int | None]) -> Place:
     """Return the place of a rank in the world.
 
-    If local ranks are missing or contradict each other, the ranks of a host are numbered in order.
+    If local ranks are missing or contradictory, the ranks of each host are numbered in ascending order.
 
     Args:
-        rank: the rank.
-        hosts: host of each rank.
-        local_ranks_given: for each rank, the local rank that the launcher set, or None.
+        rank: rank to locate.
+        hosts: host of each rank, in rank order.
+        local_ranks_given: local rank that the launcher has set for each rank, or None.
     """
     local_ranks: dict[int, int] = {}
     for host in dict.fromkeys(hosts):
@@ -144,7 +146,7 @@ def place(rank: int, hosts: Sequence[str], local_ranks_given: Sequence[int | Non
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list: gpu01 for ``gpu[01-03,07],login1``."""
+    """Return the first host of a Slurm node list, such as gpu01 for ``gpu[01-03,07],login1``."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
     if match is None:
         raise Invalid(
@@ -207,9 +209,9 @@ def _mpich(env: Mapping[str, str], parent: int) -> LauncherEnv | None:
 
 
 def _slurm(env: Mapping[str, str], parent: int) -> LauncherEnv | None:
-    """Return the environment of a job step of srun.
+    """Return the settings that srun passes to a job step, or None outside a job step.
 
-    A batch script also has SLURM_PROCID and SLURM_NTASKS, but runs only once.
+    A batch script also has SLURM_PROCID and SLURM_NTASKS, but runs only once, so they are not sufficient.
     """
     job = _slurm_step(env)
     if job is None or not _has(env, "SLURM_PROCID"):
@@ -235,7 +237,7 @@ def _slurm_step(env: Mapping[str, str]) -> str | None:
 
 def _by_hand(env: Mapping[str, str], size: int) -> ByAddress | ByFile | None:
     if size == 1:
-        return None  # a world of one rank needs no address
+        return None  # a world of one rank needs no rendezvous
     host, port = env["MASTER_ADDR"], _number(env, "MASTER_PORT")
     if _loopback(host) and not _has(env, ASKS_FOR_PORT):
         return ByFile(_file_name("master", f"{host} {port} {size}"))
@@ -259,7 +261,7 @@ def _of_launcher(
 
 
 def _port(env: Mapping[str, str], job: str | None = None) -> int:
-    """Return the port: the requested one, otherwise MASTER_PORT plus an offset, otherwise one derived from the
+    """Return the port for rank 0: ELASTIC_MASTER_PORT, else MASTER_PORT plus an offset, else a port derived from the
     job ID.
     """
     if _has(env, ASKS_FOR_PORT):
@@ -271,7 +273,7 @@ def _port(env: Mapping[str, str], job: str | None = None) -> int:
 
 
 def _secret(env: Mapping[str, str], job: str) -> bytes:
-    """Return ELASTIC_SECRET, or a hash that separates jobs but does not authenticate them."""
+    """Return ELASTIC_SECRET, or else a hash that keeps jobs apart but does not authenticate them."""
     if not _has(env, "ELASTIC_SECRET"):
         return hashlib.sha256(job.encode()).digest()
     try:

@@ -1,18 +1,19 @@
 """Environment variables that torch and NCCL read in a process that reduces on GPUs. Pure: no I/O, no clock.
 
-Torch reads some of them when it makes a group, some at the first wait and some in its own threads. They must therefore
-be set before the process starts: by the driver and its agents, or by `elastic.init()` under other launchers.
+Torch reads some of them when it creates a group, some at the first wait and some in its own threads. They must
+therefore be set early: by the driver and its agents before the process starts or, under other launchers, by
+`elastic.init()`.
 """
 
 from __future__ import annotations
 
 import math
 
-# timeout in seconds for connecting a group; default of HOROVOD_GLOO_TIMEOUT_SECONDS
+# timeout in seconds for connecting a group; equal to the default of HOROVOD_GLOO_TIMEOUT_SECONDS
 CONNECT_TIMEOUT_S = 30.0
-# The user's values take precedence. Without the first two variables, torch's watchdog waits a minute after an error
-# while it holds its lock. With the other two, communicators connect when they are created, and those of one GPU are
-# launched in one order.
+# Defaults, which the user's values override. The first two variables prevent torch's watchdog from waiting a minute
+# after an error while it holds its lock. With the other two, communicators connect when they are created, and
+# collectives of different communicators on one GPU start in a single order.
 DEFAULTS = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -22,11 +23,11 @@ DEFAULTS = {
 
 
 def needed(connect_s: float) -> dict[str, str]:
-    """Return the environment variables that recovery requires. They prevent an aborted communicator from ending its
+    """Return the environment variables that recovery requires: without them, an aborted communicator would end its
     process.
 
-    A wait for a communicator that does not connect ends after ``connect_s`` seconds. The default of torch is half an
-    hour.
+    With them, waiting for a communicator that does not connect ends after ``connect_s`` seconds; torch's default is
+    half an hour.
     """
     return {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",

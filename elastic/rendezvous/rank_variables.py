@@ -11,7 +11,7 @@ from typing import NamedTuple
 from elastic.protocol.messages import Place
 from elastic.rendezvous.script_files import script_files
 
-# LOCAL_RANK and HOROVOD_LOCAL_RANK are the slot, which selects the GPU and is fixed for the life of a worker.
+# Not updated, like HOROVOD_LOCAL_RANK: it contains the slot, which selects the GPU and never changes for a worker.
 SLOT = "LOCAL_RANK"
 _READ = (SLOT, "RANK", "WORLD_SIZE")
 _RANK = ("RANK", "ROLE_RANK", "HOROVOD_RANK")
@@ -19,7 +19,7 @@ _SIZE = ("WORLD_SIZE", "ROLE_WORLD_SIZE", "HOROVOD_SIZE")
 
 
 class VariableRead(NamedTuple):
-    """Line of a script that uses such a variable."""
+    """Line of a script that reads a variable with a worker's place in the world."""
 
     file: str
     line: int
@@ -27,7 +27,7 @@ class VariableRead(NamedTuple):
 
 
 def of(place: Place) -> dict[str, str]:
-    """Return the values of all variables that depend on the world."""
+    """Return the values for a place of all variables that depend on the world, by name."""
     values = {name: str(place.rank) for name in _RANK}
     values |= {name: str(place.size) for name in _SIZE}
     values |= {
@@ -42,7 +42,7 @@ def of(place: Place) -> dict[str, str]:
 
 
 def follow(place: Place, environ: MutableMapping[str, str] | None = None) -> None:
-    """Update existing variables to the values in the current world.
+    """Update the existing variables to their values in the current world.
 
     Other variables are not created, and correct values are not written again, because other threads may be reading the
     environment.
@@ -56,10 +56,10 @@ def follow(place: Place, environ: MutableMapping[str, str] | None = None) -> Non
 def stale(
     place: Place, environ_at_start: Mapping[str, str], reads: Iterable[VariableRead]
 ) -> list[VariableRead]:
-    """Return the ``reads`` of variables that had another value at the start of this worker than they have for
-    ``place``.
+    """Return those ``reads`` whose variable had, when this worker started, another value than it has for ``place``.
 
-    LOCAL_RANK is included if rank 0 is in a slot other than 0, because scripts take slot 0 for the first worker.
+    On rank 0, LOCAL_RANK is expected to be 0, because scripts assume that the worker with LOCAL_RANK 0 is the first
+    one.
     """
     values = of(place)
     values[SLOT] = "0" if place.rank == 0 else environ_at_start.get(SLOT, "")
@@ -71,13 +71,14 @@ def stale(
 
 
 def reads_in(file: str, text: str) -> Iterator[VariableRead]:
-    """Find the lines of a source file that may use a value of an earlier world.
+    """Yield the lines of a source file that may use a value from an earlier world.
 
-    These are lines that assign RANK or WORLD_SIZE of the environment to a variable, or compare LOCAL_RANK, or a
-    variable of that name, with a number.
+    These are lines that assign the environment variable RANK or WORLD_SIZE, or that test LOCAL_RANK or a Python
+    variable of that name.
     """
     if not any(f"{quote}{name}{quote}" in text for name in _READ for quote in "'\""):
-        return  # skips most files, because parsing takes milliseconds while other ranks wait
+        # Skip most files without parsing them: parsing takes milliseconds, during which other ranks wait.
+        return
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -100,7 +101,7 @@ def _named(tree: ast.AST) -> set[str]:
 
 
 def _is_slot(test: ast.AST) -> bool:
-    """Return whether a condition tests the local rank itself: ``local_rank == 0``, ``not local_rank``."""
+    """Return whether a condition tests the local rank itself, such as ``local_rank == 0`` or ``not local_rank``."""
     if isinstance(test, ast.Compare):
         return any(_is_local_rank(each) for each in (test.left, *test.comparators))
     return (
@@ -116,12 +117,12 @@ def _is_local_rank(node: ast.AST) -> bool:
 
 
 def reads_of_script(modules: Mapping[str, object] | None = None) -> list[VariableRead]:
-    """Return the uses of such variables in the script's own modules."""
+    """Return all reads of such variables in the script's own modules."""
     found: list[VariableRead] = []
     for file in script_files(sys.modules if modules is None else modules):
         try:
             with open(file, encoding="utf-8", errors="replace") as source:
                 found.extend(reads_in(file, source.read()))
         except OSError:
-            continue  # the file was deleted in the meantime
+            continue  # The file was deleted after it was imported.
     return found

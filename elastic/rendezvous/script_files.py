@@ -1,4 +1,4 @@
-"""Source files of a script: its own modules, without installed packages and the standard library."""
+"""Source files of the script's own modules. Excludes installed packages and the standard library."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import sysconfig
 from collections.abc import Mapping
 
-MOST = 200  # maximum number of files
-# Frameworks, which may be outside of site-packages, such as a torch built from source.
+MOST = 200  # maximum number of files to return
+# Frameworks to exclude even outside site-packages, such as a torch that was built from source.
 LIBRARIES = frozenset({
     "accelerate", "cloudpickle", "datasets", "elastic", "horovod", "jax", "keras", "lightning", "lightning_fabric",
     "lightning_utilities", "numpy", "pytorch_lightning", "runpy", "tensorflow", "tf_keras", "torch", "transformers",
@@ -16,7 +16,7 @@ LIBRARIES = frozenset({
 
 
 def script_files(modules: Mapping[str, object]) -> list[str]:
-    """Return the files of the given imported modules, at most ``MOST``."""
+    """Return the files of those given modules that belong to the script, at most ``MOST``."""
     standard = sysconfig.get_paths()["stdlib"] + os.sep
     found: list[str] = []
     for name, module in list(modules.items()):
@@ -26,7 +26,7 @@ def script_files(modules: Mapping[str, object]) -> list[str]:
         if not file.endswith(".py") or file.startswith(standard):
             continue
         if not os.path.isabs(file) and not os.path.exists(file):
-            continue  # created in memory, like torch.ops with the file "_ops.py"
+            continue  # Skip modules created in memory, like torch.ops with the file "_ops.py".
         if not {"site-packages", "dist-packages"} & set(file.split(os.sep)):
             found.append(file)
     return found[:MOST]

@@ -1,7 +1,7 @@
-"""Rendezvous store through which the ranks of a generation exchange addresses, with one connection per exchange.
+"""Rendezvous store through which the ranks of a generation exchange addresses. Each exchange has its own connection.
 
-Rank 0 serves it on a socket that it bound before it reported ready, on the interface of the data plane only.
-Every rank sends (key, rank, size, blob). Once all ranks have sent theirs, each rank receives all blobs. Frames are
+Rank 0 serves the store on a socket that it bound before it sent Ready, only on the interface of the data plane. In an
+exchange, every rank sends (key, rank, size, blob), and receives all blobs once all ranks have sent theirs. Frames are
 sealed (`elastic.protocol.framing`) and carry the generation, which excludes unauthenticated peers and ranks of other
 generations. torch's TCPStore is unsuitable: it cannot be aborted while it connects, accepts writes from anyone, and
 needs 2 round trips per rank.
@@ -25,16 +25,17 @@ from elastic.protocol.messages import Address, ProtocolError
 from elastic.rpc.server import SealedCaller, SealedServer
 
 log = logging.getLogger("elastic.rendezvous")
-_REQUEST_LIMIT = 1 << 18  # maximum size in bytes; a rank's blob grows by 8 bytes per rank
+# maximum size of a request in bytes; a rank's blob grows by 8 bytes per rank
+_REQUEST_LIMIT = 1 << 18
 _REPLY_LIMIT = 1 << 30
 _READ_BYTES = 1 << 16
-CLOSE_S = 5.0  # timeout in seconds for the server's thread to end
-RETRY_S = 0.02  # interval in seconds between attempts to reach a store that is not served yet
-# Special values of the size field, for requests that are not exchanges:
-_FETCH = 0  # fetch what rank 0 provides
+CLOSE_S = 5.0  # timeout in seconds for the server thread to end
+RETRY_S = 0.02  # interval in seconds between attempts to connect to a store that is not served yet
+# Special values of the size field, for requests other than exchanges:
+_FETCH = 0  # fetch the value that rank 0 provides under the key
 _ANNOUNCE = -1
 _LISTEN = -2  # wait until a rank announces the key
-_AWAITED = ""  # key under which the keys of pending exchanges are provided
+_AWAITED = ""  # key under which the store provides the keys of pending exchanges
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
@@ -49,7 +50,7 @@ class _Reply(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     key: str
     blobs: list[bytes]
-    error: str = ""  # reason why the requested value is not available
+    error: str = ""  # reason why the value is not available
 
 
 _requests: msgspec.msgpack.Decoder[_Request] = msgspec.msgpack.Decoder(_Request)
@@ -57,7 +58,7 @@ _replies: msgspec.msgpack.Decoder[_Reply] = msgspec.msgpack.Decoder(_Reply)
 
 
 class StoreListener:
-    """Bound socket on which this worker would serve the next generation's store, and its address for other ranks."""
+    """Bound socket on which this worker can serve the next generation's store, with its address for the other ranks."""
 
     def __init__(self, sock: socket.socket, address: Address) -> None:
         self.socket = sock
@@ -68,7 +69,7 @@ class StoreListener:
 
 
 def listen(host: str, port: int = 0) -> StoreListener:
-    """Listen on one interface only.
+    """Bind and listen on one interface.
 
     Args:
         host: numeric address of the interface.
@@ -81,7 +82,7 @@ def listen(host: str, port: int = 0) -> StoreListener:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        sock.listen(1024)  # peers may connect before the store is served
+        sock.listen(1024)  # Listen already, so that peers can connect before the store is served.
     except OSError:
         sock.close()
         raise
@@ -89,9 +90,10 @@ def listen(host: str, port: int = 0) -> StoreListener:
 
 
 class Store:
-    """Store of one generation, as seen by one rank. Thread-safe.
+    """Rendezvous store of one generation, as seen from one rank. Thread-safe.
 
-    Rank 0 passes its ``listener``, whose ownership moves to the store. ``timeout_s`` bounds every wait.
+    Rank 0 passes its ``listener``, and the store takes ownership of it. ``timeout_s`` is the default timeout of every
+    wait, in seconds.
     """
 
     def __init__(
@@ -115,7 +117,9 @@ class Store:
         self._calls: set[Call] = set()
 
     def open(self) -> None:
-        """On rank 0, start to serve. Other ranks connect at their first exchange. Does not wait."""
+        """Start to serve, on rank 0. On other ranks, do nothing: they connect at their first exchange. Does not
+        wait.
+        """
         if self._listener is not None and self._server is None:
             self._server = _Server(
                 self._listener.socket,
@@ -135,19 +139,18 @@ class Store:
         timeout_s: float | None = None,
         call: Call | None = None,
     ) -> list[bytes]:
-        """Exchange blobs: wait until all ``size`` ranks have called this method with this key, and return every rank's
-        blob.
+        """Wait until all ``size`` ranks have called this method with the same key, and return the blobs of all ranks.
 
         Args:
             key: name of the exchange.
             rank: rank of this process in the exchange.
             size: number of ranks that take part.
             blob: bytes that this rank contributes.
-            timeout_s: limit of the wait for the other ranks, in seconds (default: the store's timeout).
-            call: lets another thread abort this exchange.
+            timeout_s: timeout in seconds for the other ranks (default: the store's timeout).
+            call: connection to use, through which another thread can abort this exchange.
 
         Raises:
-            CollectiveFailed: the rank that serves the store is lost, the time limit has passed, or `abort` was called.
+            CollectiveFailed: the rank that serves the store was lost, the timeout has expired, or `abort` was called.
         """
         what = f"exchange of the {size} ranks of group" if size > 0 else "request for"
         awaited = f"the {what} {key!r} in generation {self.generation}"
@@ -197,16 +200,16 @@ class Store:
         return [key.decode() for key in self.fetch(_AWAITED, 0, timeout_s)]
 
     def provide(self, key: str, make: Callable[[], list[bytes]]) -> None:
-        """Register ``make`` on rank 0 to answer fetches of a key. It runs in the store's thread.
+        """On rank 0, register ``make`` as the function that answers fetches of a key. It runs in the store's thread.
 
-        An exception of ``make`` is logged, and sent to the fetching rank. Call this before `open`, because other ranks
-        may already have connected and are answered immediately.
+        An exception of ``make`` is logged, and its text is sent to the fetching rank. Call this before `open`: other
+        ranks may already have connected, and `open` answers them immediately.
         """
         assert self._server is None
         self._provided[key] = make
 
     def fetch(self, key: str, rank: int, timeout_s: float | None = None) -> list[bytes]:
-        """Fetch the value that rank 0 provides under a key. Does not wait for other ranks.
+        """Fetch the value that rank 0 provides under a key. Does not wait for the other ranks.
 
         Raises:
             CollectiveFailed: rank 0 did not respond within ``timeout_s`` seconds.
@@ -215,14 +218,15 @@ class Store:
         return self.exchange(key, rank, _FETCH, b"", limit_s)
 
     def announce(self, key: str, rank: int, blob: bytes = b"") -> bytes:
-        """Announce a key: all current and future callers of `listen_to` receive ``blob``.
+        """Announce ``blob`` under a key. All current and future callers of `listen_to` with this key receive it.
 
-        Returns the blob of the first announcement. Raises CollectiveFailed if the store does not respond.
+        Returns the blob of the key's first announcement, which may be another rank's. Raises CollectiveFailed if the
+        store does not respond.
         """
         return self.exchange(key, rank, _ANNOUNCE, blob)[0]
 
     def listen_to(self, key: str, rank: int, timeout_s: float) -> bytes:
-        """Block until a rank has announced this key, and return its blob.
+        """Block until a rank has announced the key, and return the announced blob.
 
         Raises:
             CollectiveFailed: no rank announced the key within ``timeout_s`` seconds, or `abort` was called.
@@ -237,7 +241,7 @@ class Store:
                 call.abort()
 
     def close(self) -> None:
-        """Stop serving. Waiting ranks are disconnected, so call this after the generation has ended."""
+        """Stop serving. Ranks that are still waiting are disconnected, so call this after the generation has ended."""
         self.abort()
         if self._server is not None:
             self._server.rpc.close(CLOSE_S)
@@ -245,7 +249,7 @@ class Store:
             self._listener.close()
 
     def close_in_forked_child(self) -> None:
-        """Close the parent's sockets in a forked child."""
+        """In a forked child, close the sockets inherited from the parent."""
         for call in self._calls:
             call.close()
         if self._server is not None:
@@ -255,9 +259,9 @@ class Store:
 
 
 class Call:
-    """Connection to the server of a store for one exchange.
+    """Connection to the store's server for one request.
 
-    Another thread may abort the connection, even before it starts.
+    Another thread may abort it at any time, even before it connects.
     """
 
     def __init__(self) -> None:
@@ -270,7 +274,7 @@ class Call:
         return self._aborted.is_set()
 
     def connect(self, address: Address, deadline: float) -> None:
-        """Connect, with retries while the connection is refused, because rank 0 may not have started yet."""
+        """Connect. While the connection is refused, retry, because rank 0 may not have started yet."""
         while not self._aborted.is_set():
             sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
             with self._lock:
@@ -289,7 +293,7 @@ class Call:
             raise OSError("aborted")
 
     def ask(self, request: _Request, secret: bytes, deadline: float) -> _Reply:
-        """Send a request and return its reply.
+        """Send a request and return the reply to it.
 
         Raises:
             OSError: the connection failed, or the deadline has passed (TimeoutError).
@@ -310,9 +314,7 @@ class Call:
         return reply
 
     def abort(self) -> None:
-        """Abort the request, and wake a thread that is blocked on this connection. Thread-safe, idempotent, never
-        blocks.
-        """
+        """Abort the request and wake the thread that waits for it. Thread-safe, idempotent, never blocks."""
         self._aborted.set()
         with self._lock, contextlib.suppress(OSError):
             if self._socket is not None:
@@ -374,7 +376,7 @@ class _Server:
             return
         group = self._groups.setdefault((request.key, request.size), {})
         before = group.get(request.rank)
-        if before is not None:  # the rank timed out and reconnected
+        if before is not None:  # The rank had timed out and has connected again.
             self.rpc.drop(before)
             group = self._groups.setdefault((request.key, request.size), {})
         group[request.rank] = caller
@@ -390,7 +392,7 @@ class _Server:
             blobs = self.provided[request.key]()
         except (
             Exception
-        ) as error:  # An error must not end this thread, because it also serves all other ranks.
+        ) as error:  # An exception must not end this thread, which serves all other ranks as well.
             log.exception("the store does not support %r", request.key)
             failed = f"{request.key!r} is not available: {type(error).__name__}: {error}"
         self._answer([caller], request, blobs, failed)
@@ -414,9 +416,9 @@ class _Server:
         reply = _Reply(self._generation, request.key, blobs, error)
         body = msgspec.msgpack.encode(
             reply
-        )  # encoded once, because it is large if there are many ranks
+        )  # encoded once for all callers, because it is large with many ranks
         for caller in callers:
-            self.rpc.send(caller, body)  # the rank disconnects after reading this
+            self.rpc.send(caller, body)  # the rank closes the connection after reading the reply
 
     def _lost(self, caller: SealedCaller) -> None:
         request: _Request = caller.identity

@@ -1,8 +1,7 @@
 """Client end of a control connection, for threads: TLS, handshake and frames.
 
-With TLS, the socket itself remains plain and a `tls.TlsEndpoint` transforms the data without system calls. Therefore
-poll() reports all pending data, a blocked sender does not delay the reader, and a forked child cannot send a TLS
-shutdown.
+With TLS, the socket itself remains plain and a `tls.TlsEndpoint` encrypts and decrypts in memory. Therefore poll()
+reports all pending data, a blocked sender does not delay the reader, and a forked child cannot send a TLS shutdown.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class ConnectionClosed(ProtocolError):
 
 
 class ControlClient:
-    """Client connection to a driver. Any thread may send. Only one thread at a time may receive.
+    """Client end of a connection to the driver. Any thread may send. Only one thread at a time may receive.
 
     Args:
         sock: connected socket, which the client owns.
@@ -54,11 +53,11 @@ class ControlClient:
         if tls is not None:
             from elastic.protocol.tls import (
                 TlsEndpoint,
-            )  # imported lazily: most jobs do not use TLS
+            )  # imported only when needed, because most jobs do not use TLS
 
             self._tls = TlsEndpoint(tls, server=False)
         self._wire = FramedConnection(decoder)
-        self._sending = threading.Lock()  # keeps frames in the order of their sequence numbers
+        self._sending = threading.Lock()  # keeps frames in the order of their numbers
         self._turning = threading.Lock()  # guards ``_tls``; never held during a blocking call
 
     def authenticate(
@@ -69,18 +68,18 @@ class ControlClient:
         answer: Callable[[bytes, bytes], msgspec.Struct],
         within_s: float,
     ) -> None:
-        """Authenticate both ends. If this fails, the connection is closed.
+        """Perform the handshake, in which both ends authenticate each other. On failure, close the connection.
 
         Args:
             secret: the job's secret.
-            role: role of this end in the proof.
-            name: name of this end in the proof.
-            answer: called with a nonce and a proof. Returns the answer to the challenge.
-            within_s: time limit, in seconds.
+            role: role of this end, which its proof covers.
+            name: name of this end, which its proof covers.
+            answer: called with this end's nonce and proof; returns the message that answers the driver's challenge.
+            within_s: timeout in seconds.
 
         Raises:
-            OSError: the connection failed, or the time limit has passed (TimeoutError).
-            ProtocolError: the peer lacks the secret, or sent an invalid message.
+            OSError: the connection failed, or the timeout has expired (TimeoutError).
+            ProtocolError: the driver lacks the secret, or sent an invalid message.
         """
         deadline = time.monotonic() + within_s
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -92,12 +91,12 @@ class ControlClient:
             caller.accepted(self.next(deadline), self._wire)
         except (OSError, ProtocolError):
             with contextlib.suppress(OSError):
-                self._flush()  # send the TLS alert, which contains the reason
+                self._flush()  # Send the TLS alert, which tells the peer the reason.
             self.socket.close()
             raise
 
     def next(self, deadline: float) -> Any:
-        """Block until a message arrives.
+        """Block until a complete message has arrived, and return it.
 
         Raises:
             TimeoutError: the deadline has passed.
@@ -110,11 +109,11 @@ class ControlClient:
         return message
 
     def messages(self) -> Iterator[Any]:
-        """Yield the complete messages that were read. Raises ProtocolError if a message is malformed."""
+        """Yield the complete messages among the bytes read so far. Raises ProtocolError if a message is malformed."""
         return self._wire.receive(b"")
 
     def read(self) -> None:
-        """Read once from the socket.
+        """Read available bytes from the socket, once. Blocks until there are any.
 
         Raises:
             OSError: the connection failed, or the peer closed it (ConnectionClosed).
@@ -130,7 +129,7 @@ class ControlClient:
         self._wire.feed(data)
 
     def _flush(self) -> None:
-        """Send pending records of the TLS protocol, such as those of the handshake. A concurrent sender may also send
+        """Send pending TLS records, such as those of the handshake, unless a concurrent sender has already sent
         them.
         """
         if self._tls is not None and self._sending.acquire(blocking=False):
@@ -143,10 +142,10 @@ class ControlClient:
                 self._sending.release()
 
     def send(self, body: bytes) -> None:
-        """Send an encoded message; blocks for at most the socket's timeout.
+        """Send an encoded message. Blocks for at most the socket's timeout.
 
         Raises:
-            OSError: the connection failed, or the timeout has passed.
+            OSError: the connection failed, or the timeout has expired.
             ProtocolError: the TLS connection failed.
         """
         with self._sending:

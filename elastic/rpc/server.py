@@ -1,12 +1,12 @@
-"""Server of sealed frames that accepts, authenticates and drops callers in one thread.
+"""Server that accepts, authenticates and drops callers in one thread, and exchanges sealed frames with them.
 
     accepted --first message--> authenticated: each message goes to ``received``
     closed, invalid data, a refused message, unread frames: dropped; ``lost``, once
 
-A caller sends its nonce, followed by sealed frames (`elastic.protocol.framing`). Until its first message is accepted it
-is unauthenticated: the size of its messages is limited, and `elastic.protocol.pending_handshakes` limits the number of
-such callers and their time. Sending never blocks: frames that a caller does not read are queued and do not delay other
-callers.
+A caller sends its nonce, followed by sealed frames (`elastic.protocol.framing`). Until its first message is accepted,
+the caller is unauthenticated: the size of its messages is limited, and `elastic.protocol.pending_handshakes` limits the
+number of such callers and the time that they have. Sending never blocks: frames that a caller does not read are queued,
+and do not delay other callers.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from elastic.protocol.framing import AcceptedConnection
 from elastic.protocol.messages import ProtocolError
 from elastic.protocol.pending_handshakes import PendingHandshakes, count_limit
 
-# maximum number of queued bytes per caller; a caller that exceeds it is dropped
+# maximum number of queued bytes per caller; a caller with more is dropped
 UNSENT_LIMIT = 256 << 20
-DEAF_S = 0.1  # seconds until the next attempt to accept connections after file descriptors ran out
-FLUSH_S = 1.0  # seconds that `close` waits for callers that do not read
-END_S = 5.0  # maximum seconds that `close` waits until the queued bytes are read
-_SHARED_BYTES = 1 << 14  # minimum size in bytes of a body that is queued without a copy
-_PARTS = 64  # maximum number of buffers per send
+# seconds until the server accepts connections again, after it ran out of file descriptors
+DEAF_S = 0.1
+FLUSH_S = 1.0  # seconds for which `close` waits without any caller reading
+END_S = 5.0  # maximum time in seconds for which `close` waits until queued frames are read
+_SHARED_BYTES = 1 << 14  # minimum size in bytes of a body that is queued without being copied
+_PARTS = 64  # maximum number of buffers per sendmsg call
 _READ_BYTES = 1 << 16
 
 
 @dataclass(eq=False)
 class SealedCaller:
-    """Caller of the server. ``identity`` is set by the server's owner when it accepts the first message."""
+    """Connection of one caller. The server's owner sets ``identity`` when it accepts the first message."""
 
     socket: socket.socket
     wire: AcceptedConnection
@@ -50,7 +51,7 @@ class SealedCaller:
 
 class _Unsent:
     def __init__(self) -> None:
-        self.size = 0  # in bytes
+        self.size = 0  # number of queued bytes
         self._parts: deque[bytearray | memoryview] = deque()
 
     def add(self, *parts: bytes) -> None:
@@ -64,9 +65,9 @@ class _Unsent:
                 self._parts.append(bytearray(part))
 
     def send(self, sock: socket.socket) -> None:
-        """Send a frame without blocking.
+        """Send queued bytes without blocking.
 
-        If the connection is closed, discard the frame, because a read reports the closed connection.
+        On an error, discard all queued bytes: the next read reports that the connection is closed.
         """
         parts = [*itertools.islice(self._parts, _PARTS)]
         try:
@@ -87,20 +88,20 @@ class _Unsent:
 
 
 class SealedServer:
-    """Listener and its callers, served by the thread that `start` starts.
+    """Listening socket and its callers, served by a thread. `start` starts the thread.
 
     Args:
-        listener: bound socket, which the server closes.
+        listener: bound socket. The server closes it.
         name: name of the thread.
-        decoder: decoder of first messages, of at most ``first_limit`` bytes, which arrive within ``first_s``
-            seconds.
+        decoder: decoder of first messages. A first message may have ``first_limit`` bytes, and must arrive within
+            ``first_s`` seconds.
         secret: see `elastic.protocol.framing.derived`.
-        received: called for each message. Raises ProtocolError to drop the caller.
-        lost: called when an authenticated caller has disconnected, unless the server is closed.
-        nonce: this end's nonce, if callers know it.
-        extra: number of callers that may connect at once.
+        received: called for each message. It may raise ProtocolError to drop the caller.
+        lost: called when an authenticated caller has disconnected, except after the server was closed.
+        nonce: this end's nonce, if the callers have received it.
+        extra: number of callers that may connect at the same time.
         tick: called with the current time after each iteration of the server's loop, at least every ``idle_s`` seconds.
-        died: called with the reason if the thread fails.
+        died: called with the exception if the thread fails.
 
     All callbacks run in the server's thread.
     """
@@ -128,16 +129,16 @@ class SealedServer:
         )
         self._received, self._lost, self._tick, self._died = received, lost, tick, died
         self._idle_s = idle_s
-        self._deaf = False  # whether accepting connections is suspended
+        self._deaf = False  # whether the server has stopped accepting connections for a while
         self._closed = threading.Event()
-        self._callers: dict[Any, SealedCaller] = {}  # callers by socket
+        self._callers: dict[Any, SealedCaller] = {}  # callers, keyed by socket
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.pending: PendingHandshakes[SealedCaller] = PendingHandshakes(
             first_s, count_limit(first_limit, descriptors, extra)
         )
         self._unsent: dict[SealedCaller, _Unsent] = {}
-        # Guards the queues, the removal of callers, and the sealing of frames, which must be sent in the order of their
-        # numbers. Never held while blocking.
+        # Guards the queues, the removal of callers, and the sealing of frames, because frames must be sent in the order
+        # of their numbers. Never held while blocking.
         self._sending = threading.Lock()
         self._woken, self._waker = socket.socketpair()
         self._waker.setblocking(False)
@@ -153,7 +154,7 @@ class SealedServer:
     # ---- sending ---------------------------------------------------------------------------------------------------
 
     def send(self, caller: SealedCaller, body: bytes) -> None:
-        """Send an encoded message without blocking. Discard the message if the caller has disconnected. Thread-safe."""
+        """Send an encoded message without blocking. If the caller has disconnected, discard it. Thread-safe."""
         with self._sending:
             if caller.socket not in self._callers:
                 return
@@ -163,11 +164,11 @@ class SealedServer:
             if waits or self._send_queued(caller):
                 with contextlib.suppress(
                     OSError
-                ):  # the pipe is full, so the thread wakes up anyway
+                ):  # if the pipe is full, the thread will wake up anyway
                     self._waker.send(b"!")
 
     def beat(self) -> None:
-        """Send a heartbeat to all authenticated callers that have nothing queued."""
+        """Send a heartbeat to every authenticated caller without queued frames."""
         for caller in [*self._callers.values()]:
             if caller.identity is not None and caller not in self._unsent:
                 self.send(caller, b"")
@@ -175,7 +176,7 @@ class SealedServer:
     def _send_queued(self, caller: SealedCaller) -> int:
         """Send queued frames without blocking.
 
-        Return the number of bytes that are left. The caller of this method holds ``_sending``.
+        Return the number of bytes still queued. Must be called with ``_sending`` held.
         """
         unsent = self._unsent[caller]
         unsent.send(caller.socket)
@@ -190,14 +191,15 @@ class SealedServer:
                 events = selectors.EVENT_READ
                 if left > UNSENT_LIMIT:
                     with contextlib.suppress(OSError):
-                        caller.socket.shutdown(socket.SHUT_RDWR)  # the next read drops the caller
+                        # the next read fails and drops the caller
+                        caller.socket.shutdown(socket.SHUT_RDWR)
                 elif left:
                     events |= selectors.EVENT_WRITE
                 self._selector.modify(caller.socket, events)
 
     def _send_rest(self) -> None:
         ends_at = time.monotonic() + END_S
-        with self._sending:  # locked, because another thread may be about to empty its queue
+        with self._sending:  # locked, because another thread may be removing a queue
             waiting = [*self._unsent]
         with selectors.DefaultSelector() as writable:
             for caller in waiting:
@@ -223,7 +225,7 @@ class SealedServer:
                 self._died(error)
                 raise
         finally:
-            with contextlib.suppress(OSError):  # out of descriptors
+            with contextlib.suppress(OSError):  # raised if the process is out of file descriptors
                 self._send_rest()
             self.close_sockets()
 
@@ -244,7 +246,7 @@ class SealedServer:
             writable |= key.fileobj is self._woken or bool(events & selectors.EVENT_WRITE)
             if events & selectors.EVENT_READ and key.fileobj in self._callers:
                 self._read(self._callers[key.fileobj])
-        if writable:  # called once per iteration, because it sends to all callers
+        if writable:  # called once per iteration, because one call serves all callers
             self._send_more()
         now = time.monotonic()
         for caller in self.pending.late(now):
@@ -259,7 +261,7 @@ class SealedServer:
             except BlockingIOError:
                 return
             except OSError:
-                if not self._closed.is_set():  # out of descriptors: accept again later
+                if not self._closed.is_set():  # Out of file descriptors: pause accepting.
                     self._deaf = True
                     self._selector.unregister(self._listener)
                 return
@@ -290,7 +292,7 @@ class SealedServer:
             self.drop(caller)
 
     def drop(self, caller: SealedCaller) -> None:
-        """Close a connection immediately. Has no effect on a closed connection. Call this in the server's thread."""
+        """Close a caller's connection immediately. No effect if it is closed. Call this in the server's thread."""
         with self._sending:
             if self._callers.pop(caller.socket, None) is None:
                 return
@@ -304,22 +306,24 @@ class SealedServer:
     # ---- abort and close -------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End the thread and all connections. Thread-safe, idempotent, never blocks."""
+        """Stop the thread and close all connections. Thread-safe, idempotent, never blocks."""
         self._closed.set()
         for sock in (self._listener, *list(self._callers)):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self, within_s: float) -> None:
-        """Stop serving, and send queued frames. Waits for the thread for at most ``within_s`` seconds."""
+        """Stop serving, after sending queued frames. Waits at most ``within_s`` seconds for the thread."""
         self._closed.set()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread from accept
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(within_s)
 
     def close_sockets(self) -> None:
-        """Close all descriptors of this process. In a forked child, the parent's connections remain open."""
+        """Close all of the server's descriptors in this process. In a forked child, this does not affect the parent's
+        connections.
+        """
         for held in (self._listener, self._woken, self._waker, *list(self._callers)):
             held.close()
         self._selector.close()

@@ -15,8 +15,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the job of this process. Without ``elasticrun``, create a world of size 1. Idempotent.
 
     Args:
-        comm: list of all ranks, as in Horovod. It has no effect, and a subset of the ranks is not supported.
-        process_sets: a list of `ProcessSet` objects to register, the same on all ranks, or "dynamic", which enables
+        comm: list of all ranks, for compatibility with Horovod. It has no effect; a subset of the ranks is rejected.
+        process_sets: list of `ProcessSet` objects to register, equal on all ranks, or "dynamic" to enable
             `add_process_set` and `remove_process_set`.
 
     Raises:
@@ -64,7 +64,7 @@ def _checked_comm(comm: Any) -> list[int]:
 
 
 def _check_members(members: list[int]) -> None:
-    """Raise Invalid unless ``members`` are all ranks.
+    """Raise Invalid unless ``members`` contains all ranks of the world.
 
     A joining worker cannot check this, because its size is provisional.
     """
@@ -81,22 +81,23 @@ def _check_members(members: list[int]) -> None:
 
 
 def shutdown() -> None:
-    """Leave the world. To rejoin, call ``init()`` again on every worker. Idempotent."""
+    """Leave the world. To join again, call ``init()`` on every worker. Idempotent."""
     sets.unregister_all()
     lifecycle.shutdown()
 
 
 @contextlib.contextmanager
 def long_phase(name: str) -> Iterator[None]:
-    """Context manager for long work on one rank while the other workers wait, such as an evaluation or checkpoint.
+    """Mark long work on one rank for which the other workers wait, such as an evaluation or a checkpoint. Context
+    manager.
 
-    In this context the worker is never treated as stuck. The log periodically reports the worker and the name of the
-    phase. A stopped or unreachable process is still killed. If the world fails in the meantime, the other workers wait
-    for at most ``--elastic-timeout``. The context sends one message at its start and one at its end, and may be nested.
-    It has no effect outside the training thread or without a driver.
+    Inside the context, the worker is never treated as stuck, and the log periodically reports the worker and the name
+    of the phase. A stopped or unreachable process is still killed. If the world fails in the meantime, the other
+    workers wait for at most ``--elastic-timeout``. Contexts may be nested. The context sends one message when it is
+    entered and one when it is left. It has no effect outside the training thread, or without a driver.
 
     Args:
-        name: name of the phase in the log.
+        name: name of the phase, for the log.
 
     Raises:
         Invalid: ``name`` is empty or not a string.
@@ -112,17 +113,17 @@ def long_phase(name: str) -> Iterator[None]:
 
 
 def is_initialized() -> bool:
-    """Return whether ``init()`` was called, and ``shutdown()`` was not, in this process or the worker it was forked
+    """Return whether ``init()`` was called and ``shutdown()`` was not, in this process or the worker it was forked
     from.
     """
     return lifecycle.position() is not None
 
 
 def rank() -> int:
-    """Return this worker's index in the world.
+    """Return this worker's rank in the world.
 
-    In a forked child, such as a worker of a DataLoader, this and all other queries return the values at the fork.
-    Before ``init()``, they raise NotInitialized (a ValueError).
+    In a forked child, such as a worker of a DataLoader, this and all other queries return the values at the time of the
+    fork. Before ``init()``, they raise NotInitialized (a ValueError).
     """
     return lifecycle.place().rank
 
@@ -133,7 +134,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this worker's slot on its host. The slot does not change with the world, so it can select the GPU.
+    """Return this worker's slot on its host. It never changes for a worker, so scripts can use it to select the GPU.
 
     Raises:
         NotInitialized: ``init()`` was not called.
@@ -142,12 +143,12 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """Return the number of workers of the world on this host. Raises NotInitialized before ``init()``."""
+    """Return the number of this world's workers on this host. Raises NotInitialized before ``init()``."""
     return lifecycle.place().local_size
 
 
 def cross_rank() -> int:
-    """Return the index of this host among the hosts that have a worker with this local rank.
+    """Return this host's index among the hosts that have a worker with the same local rank.
 
     Raises:
         NotInitialized: ``init()`` was not called.
@@ -156,12 +157,14 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a worker with this local rank. Raises NotInitialized before ``init()``."""
+    """Return the number of hosts that have a worker with the same local rank. Raises NotInitialized before
+    ``init()``.
+    """
     return lifecycle.place().cross_size
 
 
 def is_homogeneous() -> bool:
-    """Return whether every host has the same number of workers (size == local_size * cross_size).
+    """Return whether all hosts have the same number of workers, so that size == local_size * cross_size.
 
     Raises:
         NotInitialized: ``init()`` was not called.

@@ -1,7 +1,8 @@
-"""Bookkeeping of commits: detection of interrupted steps, numbering, safepoints and rollbacks.
+"""Log of a worker's commits: numbers them, detects interrupted steps, and handles safepoints and rollbacks.
 
-The state holds the values. This module tracks the commit that they belong to and whether other workers can continue
-from it. In an uninterrupted step, `State.commit` calls `may_commit`, saves, and calls `committed` and `check`.
+The state holds the values. This module tracks which commit the values belong to, and whether other workers can continue
+from it. In an uninterrupted step, `State.commit` calls `may_commit`, saves the values, and calls `committed` and
+`check`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from elastic.runtime.recovery import Verdict
 from elastic.runtime.session import Session
 
 HOLD_S = (
-    # maximum wait for the driver at a safepoint, in seconds; the driver cancels a change much earlier
+    # maximum time in seconds to wait for the driver at a safepoint; the driver cancels a change much earlier
     60.0
 )
 
 
 class CommittedState(Protocol):
-    """Operations on a state that the commit log needs."""
+    """Operations on a state that `CommitLog` needs."""
 
     def save(self) -> None: ...
 
@@ -45,7 +46,7 @@ class CommittedState(Protocol):
 
 
 class DurableWriter(Protocol):
-    """Methods of the writer of durable commits that the commit log uses. See `elastic.checkpoints.writer`."""
+    """Methods of the checkpoint writer that `CommitLog` uses. See `elastic.checkpoints.writer`."""
 
     run: int
 
@@ -77,20 +78,20 @@ class CommitLog:
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
         self._progress = progress
-        self.made = 0  # number of commits in all worlds
-        # writer of checkpoints; not None inside elastic.run if checkpoints are enabled
+        self.made = 0  # number of commits in all worlds so far
+        # writer of checkpoints; not None iff inside elastic.run with checkpoints enabled
         self.durable: DurableWriter | None = None
 
     # ---- commit() ------------------------------------------------------------------------------------------------
 
     def may_commit(self) -> None:
-        """Raise the world's error again if user code has caught it, because the interrupted step must not be
+        """If the world has failed and user code has caught the error, raise it again: an interrupted step must not be
         committed.
         """
         self._session.raise_if_ended()
 
     def committed(self) -> None:
-        """Record that a state was saved."""
+        """Record that the state was saved."""
         self.made += 1
         with self._session.lock:
             self._session.recovery.committed()
@@ -98,9 +99,9 @@ class CommitLog:
             self.durable.saved()
 
     def keep_older(self, state: CommittedState) -> None:
-        """Keep a copy of the newest commit that remains available after later commits.
+        """Keep a copy of the newest commit that stays available after later commits.
 
-        No-op for a state that keeps no older commits.
+        Does nothing for a state that keeps no older commits.
         """
         commit = self._session.recovery.agreed()
         if commit is not None:
@@ -112,10 +113,10 @@ class CommitLog:
             self._session.recovery.seal(commit)
 
     def stop_at_own_pace(self) -> None:
-        """Stop for planned changes at this worker's next safepoint, which may have another number than on other
-        workers.
+        """Make this worker stop for planned changes at its own next safepoint, independently of other workers.
 
-        For workers that do not wait for each other in each step.
+        For workers that do not wait for each other in every step, and therefore reach safepoints of the same number at
+        different times.
         """
         with self._session.lock:
             self._session.recovery.own_pace = True
@@ -130,7 +131,7 @@ class CommitLog:
             self.durable.committed(state, commit, recovery.place)
 
     def finish(self, state: Any) -> None:
-        """Make the last commit durable after the training, unless the world fails before."""
+        """After training, make the last commit durable, unless the world fails first."""
         recovery, session = self._session.recovery, self._session
         commit = recovery.agreed()
         if self.durable is not None and commit is not None:
@@ -151,7 +152,7 @@ class CommitLog:
         Args:
             digest: digest of the parameters.
             buffers: digest of the buffers.
-            samples: IDs of the samples that this rank has trained on since its last commit; used in tests.
+            samples: IDs of the samples that this rank has trained on since its previous commit, for tests.
             epoch, step, tensors, gradients: see `elastic.protocol.messages.Digested`.
         """
         recovery = self._session.recovery
@@ -164,12 +165,12 @@ class CommitLog:
             )
 
     def check(self) -> None:
-        """Pass the next safepoint, usually without waiting.
+        """Count a safepoint. Usually returns without waiting.
 
         Raises:
-            WorldChanging: all workers stop here for a planned change.
+            WorldChanging: all workers stop at this safepoint for a planned change.
             PeerLost: the world failed.
-            LeaveRequested: this worker leaves.
+            LeaveRequested: this worker must leave the job.
         """
         session = self._session
         if session.alone or not session.recovery.running:
@@ -214,13 +215,13 @@ class CommitLog:
         self._session.phases.restored(now)
 
     def keep_own(self, state: CommittedState) -> bool:
-        """Save the current state, because user code requests a new world.
+        """Save the current state when user code has requested a new world.
 
         If the world has failed, nothing is saved, because a step may be incomplete.
 
         Returns:
-            Whether there is such a commit, which `committed_alone` then counts. If not, the previous commit remains the
-            newest.
+            Whether the state was saved. If so, call `committed_alone` after leaving the world. If not, the previous
+            commit remains the newest.
         """
         if self._session.broken or state.is_sharded():
             return False
@@ -228,7 +229,7 @@ class CommitLog:
         return state.valid()
 
     def committed_alone(self) -> None:
-        """Record the commit of `keep_own` after this worker has left the world. See `Recovery`."""
+        """Count the commit of `keep_own`, after this worker has left the world. See `Recovery`."""
         with self._session.lock:
             self._session.recovery.committed_alone()
         if self.durable is not None:
@@ -236,7 +237,9 @@ class CommitLog:
         self._session.account.committed(time.monotonic())
 
     def step_back(self, state: CommittedState) -> None:
-        """Restore the newest commit. An incomplete commit is discarded, since no worker could continue from it."""
+        """Restore the newest complete commit. An incomplete one is discarded, because no worker can continue from
+        it.
+        """
         if not state.valid():
             with self._session.lock:
                 self._session.recovery.discard_commit()
@@ -248,9 +251,9 @@ class CommitLog:
         self._session.phases.restored(time.monotonic())
 
     def went_back(self, state: CommittedState) -> bool:
-        """If a world begins from an older commit, restore that commit. Return whether it is older than the newest one.
+        """Restore an older commit if the world begins from one. Return whether it does.
 
-        Newer commits may contain wrong gradients; see `elastic.exact.verifier`.
+        A world does so if newer commits may contain wrong gradients; see `elastic.exact.verifier`.
         """
         recovery = self._session.recovery
         world, commit = recovery.world, recovery.goes_back()
@@ -272,8 +275,7 @@ class CommitLog:
         from_checkpoint: bool = False,
         shards: messages.ShardsPlaced | None = None,
     ) -> None:
-        """Begin a world in which all states are equal. After a later loss, no rollback goes back further than this
-        point.
+        """Begin a world in which the states of all members are equal. Later rollbacks return at most to this point.
 
         Args:
             copied_bytes: number of bytes of the state that this worker received.

@@ -37,7 +37,7 @@ def arrange() -> None:
                 from elastic.protocol.uncaught import sending
 
                 sent = sending.send(error, os.environ)
-            except Exception:  # This interpreter may have another version of this package, or none.
+            except Exception:  # This interpreter may lack this package or have another version.
                 sent = False
         if not sent:
             before(kind, error, trace)
@@ -52,7 +52,7 @@ def observe_reads() -> None:
             from elastic.protocol import read_paths
 
             read_paths.observe(os.environ)
-        except Exception:  # This interpreter may have another version of this package, or none.
+        except Exception:  # This interpreter may lack this package or have another version.
             return
 
 
