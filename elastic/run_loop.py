@@ -240,7 +240,7 @@ def _train_in_worlds(
             # The state is unchanged since commit() or check_host_updates(), so it can be saved without losing a step.
             try:
                 rt.commits.keep(state)
-            except PeerLost:  # ranks save a sharded state together
+            except PeerLost:  # a rank was lost while all ranks saved a sharded state
                 _return_to_commit(rt, state)
         except (TensorMismatch, Unsupported, CollectiveFailed):
             # Here, CollectiveFailed means that a world of fixed size has lost a worker, and no other world follows.

@@ -235,7 +235,7 @@ class _TorchStore:
             return msgspec.msgpack.decode(
                 bytes.fromhex(self._store.get(self._key).decode()), type=Rank0Endpoint
             )
-        except RuntimeError:  # torch raises DistStoreError before the key is published
+        except RuntimeError:  # DistStoreError: the key was not published in time
             return None
 
     def clear(self) -> None:

@@ -24,7 +24,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         Invalid: (a ValueError) ``comm`` is not a list of all ranks, or ``process_sets`` is invalid.
 
     If a world is already training, a joining worker returns immediately, with a provisional size and a rank other than
-    0. Both become final when it enters ``elastic.run``.
+    0. Both become final when the worker enters ``elastic.run``.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Guarded access to the groups of the current world: converts failed collectives to interruptions.
+"""Access to the groups of the current world, in which a failed collective raises an interruption.
 
 User code is interrupted only in the training thread, at the places documented in `run_loop`.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class GuardedGroups:
-    """Groups of one worker in its current world, with handling of failures."""
+    """Groups of one worker in its current world. Handles failed collectives."""
 
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
@@ -95,7 +95,7 @@ class GuardedGroups:
         return group
 
     def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None) -> bool:
-        """Return whether other ranks are creating this group and wait for this rank. See `WorkerRuntime.wanted`."""
+        """Return whether other ranks are waiting for this rank to create this group. See `WorkerRuntime.wanted`."""
         recovery = self._session.recovery
         place = recovery.place
         if recovery.provisional or place.size == 1:
@@ -117,14 +117,14 @@ class GuardedGroups:
         return LocalCollectives()
 
     def engine(self) -> Engine:
-        """Return the engine for collectives called by name. See `WorkerRuntime.engine`."""
+        """Return the engine for named collectives. See `WorkerRuntime.engine`."""
         session = self._session
         generation, place = session.recovery.generation, session.recovery.place
         broken = functools.partial(session.mark_broken, generation)
         return session.groups.engine(generation, place, broken)
 
     def settle(self) -> None:
-        """Wait for collectives for which only GPU streams wait so far. See `WorkerRuntime.settle`."""
+        """Wait for collectives that so far only GPU streams wait for. See `WorkerRuntime.settle`."""
         for group in self._session.groups.unsettled():
             with Guard(self, "the step's collectives on the GPU"):
                 group.settle()
@@ -132,10 +132,10 @@ class GuardedGroups:
     # ---- start and end of a collective ---------------------------------------------------------------------------
 
     def begin(self, name: str) -> int:
-        """Begin a collective. Return its generation.
+        """Begin a collective, and return its generation.
 
         Args:
-            name: name by which the log refers to waits in the collective.
+            name: name of the collective in log lines about waits.
 
         Raises:
             PeerLost: the generation has ended. `Session.raise_if_broken` lists the other errors.
@@ -147,15 +147,15 @@ class GuardedGroups:
         return generation
 
     def end(self, generation: int, error: BaseException | None) -> None:
-        """End a collective.
+        """End a collective. If it failed, raise the error that the script receives.
 
         Args:
             generation: generation of the collective.
-            error: exception with which it ended, or None.
+            error: exception of the collective, or None on success.
 
         Raises:
-            PeerLost: in place of ``error``, in an elastic job.
-            CollectiveFailed: in place of ``error``, with a more precise reason.
+            PeerLost: raised instead of ``error`` in an elastic job.
+            CollectiveFailed: raised instead of ``error`` in other jobs, with a more precise reason.
         """
         session, inside = self._session, self._progress.inside
         awaited = self._progress.awaited() if error is not None else {}
@@ -176,9 +176,8 @@ class GuardedGroups:
                 if str(error) != why:
                     raise CollectiveFailed(why) from error
                 return
-            session.told(
-                generation
-            )  # the failure is not recorded yet if the driver's message arrived before the error
+            # The driver's message may arrive before the error, so the failure may not be recorded yet.
+            session.told(generation)
             raise PeerLost(why) from error
 
     def _report_calls(
@@ -210,7 +209,7 @@ class GuardedGroups:
 class Guard:
     """Context manager in which collectives run. See `WorkerRuntime.guard`.
 
-    A class, because a generator would be slower, and every collective enters this context.
+    A class rather than a generator, which would be slower: every collective enters this context.
     """
 
     __slots__ = ("_generation", "_groups", "_name")

@@ -1,9 +1,9 @@
-"""Notification of listeners about changes of the job's hosts: calls their ``on_hosts_updated(timestamp, update_res)``.
+"""Notifies listeners about changes of the job's hosts, by calling their ``on_hosts_updated(timestamp, update_res)``.
 
-Every State under ``elastic.run`` is notified, and scripts may register their own objects. They are notified when the
-list of hosts changes, and again when the driver prepares a planned change, before any worker stops for it. Makes no
-decisions: the driver coordinates a change, and a State without a notification stops at the same safepoint. A lost
-worker is reported by PeerLost, not here.
+Every State under ``elastic.run`` is notified, and scripts may register their own objects. Listeners are notified when
+the list of hosts changes, and again when the driver prepares a planned change, before any worker stops for it. A
+notification has no effect on the change, which the driver coordinates: a State that was not notified stops at the same
+safepoint. The loss of a worker is reported by PeerLost, not by notifications.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 
 class HostUpdateResult(enum.IntFlag):
-    """Kind of a change of the job's hosts.
+    """Kind of a change of the job's hosts, with Horovod's values.
 
-    Notifications are always ``mixed``, because workers receive no details of the change.
+    Notifications always have the kind ``mixed``, because workers do not know the details of the change.
     """
 
     no_update = 0
@@ -52,7 +52,7 @@ def remove(listener: HostUpdateListener) -> None:
 
 @contextlib.contextmanager
 def told(listener: HostUpdateListener) -> Iterator[None]:
-    """Register a listener for the duration of the block. A listener that was registered before remains registered."""
+    """Register a listener within a context. A listener that was already registered stays registered afterwards."""
     with _lock:
         before = any(each is listener for each in _listeners)
     register(listener)
@@ -64,12 +64,13 @@ def told(listener: HostUpdateListener) -> Iterator[None]:
 
 
 def tell(timestamp: float, result: HostUpdateResult) -> None:
-    """Notify all listeners, in the thread that reads the driver's messages. Listeners should return immediately.
+    """Notify all listeners. Runs in the thread that reads the driver's messages, so listeners should return
+    immediately.
 
-    An exception of a listener is printed and does not affect other listeners.
+    If a listener raises an exception, it is printed, and the other listeners are still notified.
 
     Args:
-        timestamp: seconds since 1970.
+        timestamp: time of the change in seconds since 1970.
         result: kind of change, as in `HostUpdateResult`.
     """
     with _lock:

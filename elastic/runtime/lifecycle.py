@@ -1,4 +1,4 @@
-"""Runtime of this process: init, shutdown and access to it. `worker_runtime` implements it."""
+"""Runtime of this process: ``init()``, ``shutdown()`` and access to the `worker_runtime.WorkerRuntime`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from elastic.rendezvous.launcher_env import LauncherEnv
 from elastic.runtime.link import Link
 from elastic.runtime.worker_runtime import WorkerRuntime
 
-_runtime: WorkerRuntime | None = None  # created by the first init(), kept until the process exits
+# created by the first init() and kept until the process exits
+_runtime: WorkerRuntime | None = None
 _initialized = False
-# Place and generation of the worker at the fork, in a forked child. None in other processes.
+# in a forked child, place and generation of the worker at the time of the fork; None in other processes
 _inherited: tuple[Place, int] | None = None
-_child_of_many = False  # whether that worker's job had other workers
+_child_of_many = False  # in a forked child, whether the worker's job had other workers
 
 
 def active() -> WorkerRuntime | None:
@@ -34,7 +35,7 @@ def active() -> WorkerRuntime | None:
 
 
 def torchs_own() -> bool:
-    """Return whether the script has created a torch process group that does not use this package."""
+    """Return whether the script has created a torch process group of its own, without this package."""
     return _has_group() and active() is None and environment.read().driver is not None
 
 
@@ -46,15 +47,15 @@ def _has_group() -> bool:
 def _why_not_initialized(*, trains: bool) -> str:
     if environment.read().driver is not None:
         return context.NOT_LOADED if torchs_own() else context.NOT_INITIALIZED
-    # elasticrun, which did not start this process, initializes scripts that use torch.distributed without calling
-    # init().
+    # elasticrun also supports scripts that use torch.distributed and do not call init(). It did not start this process,
+    # so such a script does not use this package.
     if trains or _has_group():
         return context.NOT_STARTED.format(script=sys.argv[0] or "train.py")
     return context.NOT_INITIALIZED
 
 
 def current(*, trains: bool = False) -> WorkerRuntime:
-    """Return the runtime.
+    """Return the runtime. Raises NotInitialized without one.
 
     Args:
         trains: whether the caller is a function under ``elastic.run``.
@@ -73,9 +74,9 @@ def current(*, trains: bool = False) -> WorkerRuntime:
 
 
 def position() -> tuple[Place, int] | None:
-    """Return the place and generation of this worker, or None before ``init()``.
+    """Return this worker's place and generation, or None before ``init()``.
 
-    A forked child returns the values at the fork.
+    In a forked child, these are the values at the time of the fork.
     """
     rt = active()
     return _inherited if rt is None else (rt.place, rt.generation)
@@ -87,7 +88,7 @@ def _present_place() -> Place | None:
 
 
 def place() -> Place:
-    """Return the place of this worker in the world. In a forked child, this is the place at the fork.
+    """Return this worker's place in the world. In a forked child, this is the place at the time of the fork.
 
     Raises:
         NotInitialized: ``init()`` was not called.
@@ -97,22 +98,22 @@ def place() -> Place:
 
 
 def in_forked_child() -> bool:
-    """Return whether this is a forked child of a worker that has called ``init()``, so that ``init()`` does nothing."""
+    """Return whether this process was forked from a worker after ``init()``, so that ``init()`` has no effect in it."""
     return _inherited is not None and _child_of_many
 
 
 def init() -> None:
     """Join the job of this process. Without ``elasticrun``, create a world of size 1. Idempotent.
 
-    In a job of fixed size, and at the first start of an elastic one, this returns when the first world is formed. A
-    worker that joins a training world returns immediately, with a provisional size and a rank other than 0. Under
-    another launcher, it returns after all ranks have called it. See docs/launchers.md. In a forked child of a worker it
-    has no effect, since the queries already work there.
+    In a job of fixed size, and when an elastic job starts, this function returns when the first world is formed. On a
+    worker that joins a training world, it returns immediately, with a provisional size and a rank other than 0. Under
+    another launcher, it returns after all ranks have called it: see docs/launchers.md. In a forked child of a worker,
+    it has no effect, because queries already work there.
 
     Raises:
         DriverLost, JobFailed: the driver cannot be reached, or the job has ended.
         Invalid: an argument or environment variable is invalid.
-        CollectiveFailed: ranks did not find each other.
+        CollectiveFailed: the ranks could not rendezvous in time.
     """
     global _runtime, _initialized
     if _initialized or in_forked_child():
@@ -135,7 +136,7 @@ def init() -> None:
     assert _runtime is not None
     if not _runtime.alone:
         _runtime.first_world()
-    # If this worker cannot enter another world, all the time that follows counts as training.
+    # If this worker cannot enter another world, all further time counts as training.
     if _runtime.elastic:
         following_samplers.install(_present_place)
     part: Part = "joining" if _runtime.elastic else "training"
@@ -148,7 +149,7 @@ def _link(env: Environment, driver: Address) -> Link:
 
 
 def _met(env: Environment, started: LauncherEnv) -> WorkerRuntime:
-    """Create the runtime in a world of fixed size, with all ranks started by a launcher other than elasticrun."""
+    """Create the runtime in a world of fixed size, whose ranks another launcher than elasticrun has started."""
     met = find_rank0.meet(started, env)
     try:
         runtime = WorkerRuntime(met.env, None)
@@ -161,13 +162,13 @@ def _met(env: Environment, started: LauncherEnv) -> WorkerRuntime:
 def init_static(
     rank: int, size: int, store: Address, environ: Mapping[str, str] | None = None
 ) -> None:
-    """Create a world of fixed size without a driver. Used by benchmarks and tests.
+    """Create a world of fixed size without a driver. For benchmarks and tests.
 
     Args:
         rank: rank of this process.
         size: size of the world.
-        store: address at which rank 0 serves the store.
-        environ: environment variables to use; none by default.
+        store: address on which rank 0 serves the rendezvous store.
+        environ: environment variables to use (default: none).
     """
     global _initialized
     env = environment.read(environ or {})
@@ -180,7 +181,7 @@ def init_static(
 
 
 def init_through(started: LauncherEnv) -> None:
-    """Join the job of this process through a rendezvous of torch.distributed. Idempotent. See `init`.
+    """Join this process's job through a rendezvous of torch.distributed. Idempotent. See `init`.
 
     Under elasticrun, the driver's settings take precedence over ``started``.
     """
@@ -199,7 +200,7 @@ def send_result(blob: bytes) -> None:
         DriverLost: the driver is unreachable.
     """
     runtime = _runtime
-    if runtime is None:  # the function did not call init()
+    if runtime is None:  # The function has not called init().
         env = environment.read()
         if env.driver is None:
             return
@@ -210,7 +211,7 @@ def send_result(blob: bytes) -> None:
 
 
 def shutdown() -> None:
-    """Leave the world. ``init()`` may follow, on every worker. Idempotent."""
+    """Leave the world. To join again, call ``init()`` on every worker. Idempotent."""
     global _initialized, _inherited
     failpoint("shutdown")
     _inherited = None
@@ -220,7 +221,7 @@ def shutdown() -> None:
 
 
 def adopt(runtime: WorkerRuntime) -> None:
-    """Set the runtime of this process until it exits."""
+    """Set the runtime of this process. It is used until the process exits."""
     global _runtime
     runtime.tracing.begin(runtime.place)
     first = _runtime is None

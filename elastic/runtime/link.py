@@ -1,4 +1,4 @@
-"""Connection of the worker to the driver, read by one thread. Makes no decisions."""
+"""Connection of a worker to the driver, with a thread that reads from it. Makes no decisions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Address, Message, ProtocolError, Worker
 from elastic.rpc.client import ConnectionClosed, ControlClient
 
-CONNECT_S = 20.0  # timeout in seconds for connecting to the driver and authenticating
-# timeout in seconds for sending, after which a driver that does not read counts as lost
+CONNECT_S = 20.0  # timeout in seconds for connecting and authenticating to the driver
+# timeout in seconds for sending; a driver that reads nothing for this time counts as lost
 SEND_S = 10.0
 
 
 class Link:
-    """Connection of this worker to the driver, established by the constructor. `start` begins to deliver messages.
+    """Connection of this worker to the driver. The constructor connects, and `start` begins to deliver messages.
 
     Raises:
         DriverLost: the driver cannot be reached.
@@ -75,7 +75,7 @@ class Link:
             raise DriverLost(
                 f"the driver rejected this worker: {error}{hint if closed else ''}"
             ) from error
-        # The thread waits in poll() for the connection and for this pipe, to which `poke` writes.
+        # The thread polls the connection and this pipe, to which `poke` writes.
         self._poke_read, self._poke_write = os.pipe()
         os.set_blocking(self._poke_read, False)
         os.set_blocking(self._poke_write, False)
@@ -87,12 +87,12 @@ class Link:
         poked: Callable[[], float],
         lost: Callable[[str], None],
     ) -> None:
-        """Start the daemon thread that delivers messages, pokes and the loss of the connection.
+        """Start the daemon thread, which delivers messages, pokes and the loss of the connection to these callbacks.
 
         Args:
             receive: called for every message.
-            poked: called after each poke. Returns the seconds until its next call.
-            lost: called with the reason when the connection is lost.
+            poked: called after each poke and when its own timeout has expired; returns the seconds until its next call.
+            lost: called with the reason if the connection is lost.
         """
         self._client.socket.settimeout(SEND_S)
         self._thread = threading.Thread(
@@ -106,7 +106,7 @@ class Link:
         poked: Callable[[], float],
         lost: Callable[[str], None],
     ) -> None:
-        with contextlib.suppress(ProtocolError):  # an invalid message is reported by the next read
+        with contextlib.suppress(ProtocolError):  # the next read raises the same error again
             for message in self._client.messages():
                 receive(message)
         poll = select.poll()
@@ -134,7 +134,7 @@ class Link:
             lost(reason)
 
     def send(self, message: Message) -> None:
-        """Send a message. Callable from any thread, but not from a signal handler.
+        """Send a message. May be called from any thread, but not from a signal handler.
 
         Raises:
             DriverLost: the connection is lost, or the driver has read nothing for `SEND_S` seconds.
@@ -148,7 +148,7 @@ class Link:
             ) from error
 
     def poke(self) -> None:
-        """Wake the thread. Safe in a signal handler."""
+        """Wake the link thread. Safe in a signal handler."""
         with contextlib.suppress(OSError):
             os.write(self._poke_write, b"!")
 
@@ -160,7 +160,7 @@ class Link:
         self._client.socket.close()
 
     def close_in_forked_child(self) -> None:
-        """Close the descriptors in a forked child without ending the parent's connection."""
+        """In a forked child, close the descriptors. The parent's connection stays open."""
         self._closed = True
         self._client.socket.close()
         for fd in (self._poke_read, self._poke_write):

@@ -27,13 +27,15 @@ from elastic.runtime.recovery import Phase
 from elastic.runtime.session import Session
 from elastic.runtime.worlds import DriverWorlds
 
-SPENT_S = 30.0  # seconds between two reports of this worker's time account while nothing changes
-STAY_S = 2.0  # seconds after SIGTERM, in a job of fixed size, for the driver to request a last checkpoint
-FIRST_SPENT_S = 5.0  # seconds between two reports of rank 0, which also contain its progress
+# interval in seconds between reports of this worker's time account, while it trains without a change
+SPENT_S = 30.0
+# in a job of fixed size, seconds after SIGTERM in which the driver may request a last checkpoint
+STAY_S = 2.0
+FIRST_SPENT_S = 5.0  # the same interval on rank 0, whose reports also contain the job's progress
 
 
 class LinkThread:
-    """Message handler and timers of one worker's link thread. `receive` and `poked` are called in that thread."""
+    """Message handler and timers of one worker. `receive` and `poked` run in the link thread."""
 
     def __init__(
         self,
@@ -52,11 +54,13 @@ class LinkThread:
             session.when_lost(reporting.driver_lost)
         self.checkpoints: Callable[[Message], bool] = lambda message: False
         self._leave_asked = False
-        self._end_at = math.inf  # deadline after SIGTERM in a job of fixed size
+        # time at which this worker exits after SIGTERM, in a job of fixed size
+        self._end_at = math.inf
         self._spent_told_at = time.monotonic()
-        # last reported training: generation, and whether it was a later one
+        # last training that was reported: its generation, and whether it was a second or later one
         self._training_told = (0, False)
-        self._reported = (0, 0)  # planned change of which listeners were notified
+        # generation and number of the last planned change that listeners were notified of
+        self._reported = (0, 0)
 
     # ---- startup -------------------------------------------------------------------------------------------------
 
@@ -85,7 +89,7 @@ class LinkThread:
             self.listen_for_sigterm()
 
     def listen_for_sigterm(self) -> None:
-        """Install a handler of SIGTERM, unless the script has its own handler.
+        """Install a handler for SIGTERM, unless the script has its own.
 
         In an elastic job, SIGTERM makes this worker leave at its next commit. In a job of fixed size, it ends this
         worker unless the driver requests a last checkpoint within `STAY_S`.
@@ -97,14 +101,16 @@ class LinkThread:
         signal.signal(signal.SIGTERM, self._sigterm)
 
     def _sigterm(self, *_: Any) -> None:
-        # The handler only sets a flag and writes a byte, because it may run while this thread holds any lock.
+        # The handler may interrupt this thread while it holds any lock, so it only sets a flag and writes a byte.
         self._leave_asked = True
         self._session.poke()
 
     # ---- work in the link thread ---------------------------------------------------------------------------------
 
     def poked(self) -> float:
-        """Check timers, at every poke and at least once a second. Return the seconds until the next check."""
+        """Check all timers. Called at every poke and at least once a second. Return the seconds until the next
+        check.
+        """
         session, now = self._session, time.monotonic()
         session.pulse.beat(now)
         if self._leave_asked:
@@ -135,7 +141,7 @@ class LinkThread:
         return self._progress.next_look_s(now)
 
     def time_spent(self) -> messages.TimeSpent:
-        """Return the time account up to now."""
+        """Return a report of the time account up to now."""
         account = self._session.account
         part, times = account.part, account.times(time.monotonic())
         recovery = self._session.recovery
@@ -147,7 +153,7 @@ class LinkThread:
         return messages.TimeSpent(recovery.generation, times, part, commit, *far, sealed, every)
 
     def receive(self, message: Message) -> None:
-        """Handle a message of the driver."""
+        """Handle a message from the driver."""
         if self._tracing.receive(message):
             return
         if self._reporting is not None and self._reporting.receive(message):
@@ -165,12 +171,12 @@ class LinkThread:
                 session.phases.mark("broken", time.monotonic())
             case messages.World():
                 if session.recovery.stands_by:
-                    # This worker's waiting time is not reported, because it may have been a standby for hours.
+                    # Do not report the time that this worker has waited as a standby, which may be hours.
                     session.phases.mark("ready", time.monotonic())
                 session.phases.mark("world", time.monotonic())
                 if session.account.part == "idle":
                     session.account.begin("joining", time.monotonic())
-            case messages.Finish():  # the worker holds no commit afterwards
+            case messages.Finish():  # After this message, the worker holds no commit.
                 session.send(self.time_spent())
             case messages.Locate():
                 main = threading.main_thread().ident or 0
@@ -192,7 +198,7 @@ class LinkThread:
                 self._notify_of_change(message)
 
     def _notify_of_change(self, message: messages.Prepare) -> None:
-        """Notify listeners once for each change, since the driver may repeat the message."""
+        """Notify listeners of a planned change, once per change: the driver may repeat the message."""
         if (message.generation, message.change) > self._reported:
             self._reported = message.generation, message.change
             host_updates.tell(time.time(), host_updates.HostUpdateResult.mixed)

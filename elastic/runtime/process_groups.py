@@ -1,7 +1,8 @@
-"""Process groups and store of the current world, created at first use and aborted when the world fails.
+"""Process groups and rendezvous store of the current world. They are created at first use and aborted when the world
+fails.
 
-The link thread may abort them at any time and takes no lock, so the creation of a group cannot delay it. The ranks of a
-group are decided elsewhere.
+The link thread may abort them at any time. It takes no lock to do so, and thus never waits for the creation of a group.
+The callers determine the ranks of each group.
 """
 
 from __future__ import annotations
@@ -29,23 +30,28 @@ from elastic.protocol.messages import GRADIENTS, Address, Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, StoreListener, listen
 
-DEVICE_S = 10.0  # seconds for a GPU to end aborted work, which takes milliseconds
-# maximum number of communicators that NCCL still tries to connect; each takes 1 GB of GPU memory
+# timeout in seconds for a GPU to end aborted work, which usually takes milliseconds
+DEVICE_S = 10.0
+# maximum number of communicators that NCCL is still trying to connect; each takes 1 GB of GPU memory
 MOST_UNCONNECTED = 2
 CLOSE_S = 2.0  # timeout in seconds for the groups to end at exit
-_LISTEN_S = 1e6  # timeout in seconds of a wait for a request or the end of the world; sockets accept at most 24 days
-_ASK_S = 1.0  # seconds for rank 0 to list waiting ranks, because a dead process does not answer
-_WATCH_S = 1.0  # interval in seconds between two checks of collectives for which only streams wait
-_FORM_S = 0.5  # seconds at exit for groups in creation, before they are aborted
-# purposes of groups that all ranks need in their first step if an earlier world used them
+# timeout in seconds for waiting until a group is wanted or the world ends; sockets accept at most 24 days
+_LISTEN_S = 1e6
+# timeout in seconds for rank 0 to list waiting ranks, because a dead process does not answer
+_ASK_S = 1.0
+_WATCH_S = 1.0  # interval in seconds between checks of collectives that only GPU streams wait for
+_FORM_S = 0.5  # timeout in seconds at exit for groups that are being created; then they are aborted
+# purpose of the group for named collectives
 NAMED = "named"
 _AHEAD = frozenset({NAMED, GRADIENTS})
 
-GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, type of device, ranks
+GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, device type, ranks
 
 
 class DeferredCloser:
-    """Thread that closes old groups, because closing takes tens of milliseconds and must not delay a step."""
+    """Thread that closes the groups of previous worlds. Closing takes tens of milliseconds and must not delay a
+    step.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -59,15 +65,15 @@ class DeferredCloser:
     def _work(self) -> None:
         while (close := self._queue.get()) is not None:
             close()
-            del close  # Dropping the last reference may free sockets and threads.
+            del close  # dropping the last reference may free sockets and threads
 
     def finish(self) -> None:
-        """End the thread once it has closed all groups. See `threads.finish`."""
+        """Stop the thread after it has closed all groups. See `threads.finish`."""
         self._queue.put(None)
 
 
 class Groups:
-    """Groups and store of the current world. ``over`` returns whether the current world has ended."""
+    """Groups and store of the current world."""
 
     def __init__(self, env: Environment, over: Callable[[], bool]) -> None:
         self._env = env
@@ -78,17 +84,18 @@ class Groups:
         self._connecting: set[ConnectingGroup] = set()
         self._unmade: list[
             DeviceCollectives
-        ] = []  # groups that failed to connect; peers may use their memory
-        self._buried: list[DeviceCollectives] = []  # groups of the previous world
+        ] = []  # groups that failed to connect; their memory may be in use by peers
+        # GPU groups of the previous world, whose memory must be freed before the next one
+        self._buried: list[DeviceCollectives] = []
         self._unconnected: list[
             DeviceCollectives
-        ] = []  # groups of all previous worlds, for which torch waits
+        ] = []  # groups of previous worlds that torch is still trying to connect
         self._store: Store | None = None
         self._listener: StoreListener | None = None
         self._engine: Engine | None = None
         self._place: Place | None = None
-        self._used: set[str] = set()  # purposes of _AHEAD used in previous worlds
-        # Objects to abort when the world fails, with their generation. Appended before any blocking call.
+        self._used: set[str] = set()  # purposes in `_AHEAD` that previous worlds have used
+        # objects to abort when the world fails, each with its generation; appended before the object blocks
         self._cuttable: list[tuple[int, Abortable]] = []
         self._closer = DeferredCloser()
         self._watching: threading.Thread | None = None
@@ -97,7 +104,7 @@ class Groups:
     # ---- the store -------------------------------------------------------------------------------
 
     def listen(self, address: Address | None = None) -> Address:
-        """Return the address at which this worker would serve the next generation's store. It is already bound."""
+        """Bind an address at which this worker can serve the next generation's store, and return it."""
         if self._listener is None:
             if address is None:
                 self._listener = listen(self._env.bind_host)
@@ -106,13 +113,13 @@ class Groups:
         return self._listener.address
 
     def open(self, world: messages.World, broken: Callable[[str], None]) -> None:
-        """Open the store of a new world.
+        """Open the rendezvous store of a new world.
 
-        Rank 0 serves it immediately, since other ranks may connect as soon as they know the world.
+        Rank 0 starts to serve it immediately, because other ranks may connect as soon as they know the world.
 
         Args:
             world: the new world.
-            broken: called by the engine if it is the first to detect the end of this world.
+            broken: called by the engine if it is the first to detect that this world has failed.
         """
         listener = None
         if world.place.rank == 0:
@@ -135,10 +142,9 @@ class Groups:
             self._hurry(world, broken)
 
     def _hurry(self, world: messages.World, broken: Callable[[str], None]) -> None:
-        """Connect all groups that previous worlds used at once, if the world spans several hosts.
+        """If the world spans several hosts, start to connect all groups that previous worlds have used, in parallel.
 
-        Over long distances, each connection takes many round trips. This method does not wait, and a rank that does not
-        need a group yet joins later.
+        Over long distances, each connection takes many round trips. This method does not wait for the connections.
         """
         generation, place = world.generation, world.place
         for purpose in self._used:
@@ -154,10 +160,11 @@ class Groups:
         try:
             group = self.form(key, generation, place)
         except CollectiveFailed:
-            return  # Ignore the error: a caller that needs the group retries, and then raises it.
+            return  # Ignore the error: a caller that needs the group will retry and raise it.
         with self._forming:
             retired = self._made is not made
-        if retired and made.pop(key, None) is not None:  # created after `retire` was called
+        # the group was created after `retire` was called
+        if retired and made.pop(key, None) is not None:
             group.abort()
             group.close()
 
@@ -171,32 +178,32 @@ class Groups:
         return self._made.get(key)
 
     def unsettled(self) -> list[DeviceCollectives]:
-        """Return the groups with unsettled collectives.
+        """Return the GPU groups with unsettled collectives.
 
-        Streams wait for these collectives, and their outcome is unknown.
+        Only GPU streams wait for an unsettled collective, so the host does not know its outcome yet.
         """
         return [group for group in _on_gpus(self._made).values() if group.unsettled]
 
     def form(self, key: GroupKey, generation: int, place: Place) -> Collectives:
-        """Create the group, collectively among the ranks of the key.
+        """Return the group with this key. If it does not exist, create it collectively among the key's ranks.
 
         Raises:
-            CollectiveFailed: a rank is lost or did not arrive in time.
+            CollectiveFailed: a rank was lost, or did not arrive in time.
         """
         with self._forming:
             made = self._made
             forming = self._forming_each.setdefault(key, threading.Lock())
-        # A single lock could deadlock the ranks: the engine's thread and the training thread create their groups at the
-        # same time, in any order.
+        # One lock per group: with a single lock, ranks could deadlock, because the engine's thread and the training
+        # thread create their groups at the same time, in any order.
         with forming:
             if key not in made:
                 made[key] = self._form(key, generation, place)
             return made[key]
 
     def wanted(self, key: GroupKey, generation: int, place: Place) -> bool:
-        """Return whether this group exists, or whether other ranks are creating it and wait for this rank.
+        """Return whether this group exists, or whether other ranks are waiting for this rank to create it.
 
-        Costs one message to rank 0.
+        Sends one message to rank 0.
         """
         if self.find(key) is not None:
             return True
@@ -205,11 +212,11 @@ class Groups:
             return False
         try:
             return _meeting(key, place) in store.awaited(_ASK_S)
-        except CollectiveFailed:  # The code that detects the failure of the world reports it.
+        except CollectiveFailed:  # Another caller detects and reports the failure of the world.
             return False
 
     def want(self, key: GroupKey, generation: int, place: Place) -> None:
-        """Make the ranks that called `form_when_wanted` create this group now.
+        """Make the ranks that have called `form_when_wanted` create this group now.
 
         Raises:
             CollectiveFailed: the world has ended.
@@ -218,12 +225,12 @@ class Groups:
             self._store.announce(_meeting(key, place), place.rank)
 
     def form_when_wanted(self, key: GroupKey, generation: int, place: Place) -> None:
-        """Take part in creating this group, in a thread, when another rank requests it. Does not wait."""
+        """Start a thread that takes part in creating this group as soon as another rank requests it. Does not wait."""
         store = self._store
 
         def listen() -> None:
             assert store is not None
-            with contextlib.suppress(CollectiveFailed):  # the world is over
+            with contextlib.suppress(CollectiveFailed):  # raised when the world ends
                 store.listen_to(_meeting(key, place), place.rank, _LISTEN_S)
                 threads.begin("elastic-ahead", self._form_ahead, key, generation, place)
 
@@ -231,7 +238,7 @@ class Groups:
             threading.Thread(target=listen, name="elastic-wanted", daemon=True).start()
 
     def engine(self, generation: int, place: Place, broken: Callable[[str], None]) -> Engine:
-        """Return the engine for collectives called by name, which is created at the first call.
+        """Return the engine for named collectives. Creates it at the first call.
 
         Raises:
             CollectiveFailed: the generation has ended.
@@ -265,9 +272,9 @@ class Groups:
         return engine
 
     def leave(self) -> None:
-        """Announce at ``shutdown()`` or exit that this rank submits no more collectives.
+        """Announce that this rank will submit no more collectives, at ``shutdown()`` or exit.
 
-        No rank then waits for this rank.
+        Afterwards, no rank waits for this one.
         """
         store, place = self._store, self._place
         if self._engine is None and store is not None and place is not None and place.size > 1:
@@ -308,24 +315,25 @@ class Groups:
 
     def _cut_with(self, generation: int, abortable: Abortable) -> None:
         self._cuttable.append((generation, abortable))
-        if self._over():  # aborted before the group was registered
+        if self._over():  # The world failed before the object was registered.
             abortable.abort()
 
     def cut(self, generation: int) -> None:
-        """Abort every collective of this generation. Thread-safe. Never blocks."""
+        """Abort all collectives of this generation. Thread-safe. Never blocks."""
         for of, abortable in list(self._cuttable):
             if of == generation:
                 abortable.abort()
 
     def drain(self, timeout_s: float) -> int:
-        """Wait, after `cut`, until no collective writes to any tensor.
+        """After `cut`, wait until no collective writes to any tensor any more.
 
-        Return the number of groups that did not end in time.
+        Returns the number of groups that did not end in time.
 
         Raises:
-            DeviceLost: a GPU did not end its work within `DEVICE_S` seconds. Later work would wait behind it forever.
+            DeviceLost: a GPU did not end its work within `DEVICE_S` seconds. Any later work on this GPU would wait
+                forever.
         """
-        made = dict(self._made)  # other threads may add groups
+        made = dict(self._made)  # copied, because other threads may add groups
         late, on_gpus = 0, _on_gpus(made)
         for key, group in made.items():
             if not group.drain(timeout_s):
@@ -337,9 +345,10 @@ class Groups:
         return late
 
     def launches(self) -> list[messages.Launches]:
-        """Return the numbers of launched and completed collectives of each group on this worker's GPU.
+        """Return how many collectives each GPU group of this worker has launched, started and completed.
 
-        Does not wait. Called in the link thread."""
+        Does not wait. Called in the link thread.
+        """
         place, found = self._place, []
         for (purpose, _, members), group in _on_gpus(self._made).items():
             if place is None:
@@ -351,18 +360,18 @@ class Groups:
         return found[: messages.LAUNCHES_LIMIT]
 
     def followed_since(self) -> float | None:
-        """Return the launch time of the oldest collective for which only streams wait, or None.
+        """Return the launch time of the oldest collective that only GPU streams wait for, or None.
 
-        Must be called in one thread.
+        Must always be called from the same thread.
 
-        Fails the groups of which NCCL has detected an error, or that have reached their timeout, because no thread of
-        this package waits for them.
+        No thread of this package waits for these collectives, so this method also fails the groups in which NCCL has
+        detected an error or a timeout has expired.
         """
         found = [group.followed_since() for group in self.unsettled()]
         return min((at for at in found if at is not None), default=None)
 
     def _watch(self) -> None:
-        """Call `followed_since` regularly. Used without a link thread, because the training thread may wait inside
+        """Call `followed_since` regularly. Used if there is no link thread: the training thread may be waiting inside
         CUDA.
         """
         while not self._closing.wait(_WATCH_S):
@@ -371,9 +380,10 @@ class Groups:
     # ---- abort and close -------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Free the GPU memory of old communicators before this worker reports ready for the next world.
+        """Free the GPU memory of old communicators, before this worker reports that it is ready for the next world.
 
-        A GPU can hold the communicators of two worlds, so those of the world before the previous one must be freed.
+        A GPU has room for the communicators of two worlds. The memory of the previous world's must therefore be freed
+        before the next world creates its own.
 
         Raises:
             DeviceLost: the memory was not freed in time.
@@ -385,7 +395,7 @@ class Groups:
                 " and has no room for those of the next world. This worker exits: check its GPU with nvidia-smi"
                 " and dmesg"
             )
-        # Communicators that failed to connect are freed when NCCL's timeout expires, unless there are too many.
+        # NCCL's timeout frees communicators that failed to connect, so wait only if there are too many of them.
         until += self._env.timeout_s
         self._unconnected = [each for each in self._unconnected if not each.freed(0.0)]
         for each in self._unconnected[:-MOST_UNCONNECTED]:
@@ -397,9 +407,10 @@ class Groups:
                 )
 
     def retire(self) -> None:
-        """Close the groups of the previous world, off the critical path.
+        """Close the groups of the previous world. The work runs in a separate thread, so that it does not delay
+        training.
 
-        The next world exists, so no member's GPU still uses another member's memory.
+        Called when the next world has formed: from then on, no member's GPU uses another member's memory.
         """
         with self._forming:
             made = dict(self._made)
@@ -418,7 +429,7 @@ class Groups:
             while unmade:
                 unmade.pop().close(
                     0.0
-                )  # their threads may take as long as NCCL's connection timeout
+                )  # do not wait: their threads may take as long as NCCL's connection timeout
             while groups:
                 group = groups.pop()
                 group.abort()
@@ -430,7 +441,7 @@ class Groups:
             self._closer.close_later(close)
 
     def close(self) -> None:
-        """Close the groups at exit. CPU groups keep their sockets until the process ends: see `Runtime.close`."""
+        """Close the groups at exit. CPU groups keep their sockets until the process ends: see `WorkerRuntime.close`."""
         self._closing.set()
         self._closer.finish()
         if not self._out_of_torch(_FORM_S):
@@ -443,7 +454,7 @@ class Groups:
             self._unmade += on_gpus.values()
             for key, group in made.items():
                 if key not in on_gpus:
-                    # Kept alive: on destruction, it would close its sockets or wait for work in flight.
+                    # Keep the group alive: its destructor would close its sockets, or wait for in-flight work.
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         until = time.monotonic() + CLOSE_S
         for each in self._unmade:
@@ -456,16 +467,16 @@ class Groups:
             self._listener.close()
 
     def _out_of_torch(self, timeout_s: float) -> bool:
-        """Stop the engine at exit.
+        """Stop the engine at exit, and wait until no thread of this package runs code of torch.
 
-        Return whether no thread of this package is in torch code, after at most twice the timeout.
+        Returns whether that was achieved within twice the timeout.
         """
         engine = self._engine
-        # The engine is stopped first, because its work may start a thread.
+        # Stop the engine first, because its work may start a thread.
         return (engine is None or engine.rest(timeout_s)) and threads.finish(timeout_s)
 
     def close_in_forked_child(self) -> None:
-        """Close the parent's sockets in a forked child."""
+        """In a forked child, close the sockets inherited from the parent."""
         if self._listener is not None:
             self._listener.close()
         for _, abortable in self._cuttable:
@@ -478,7 +489,7 @@ def _is_on_gpus(key: GroupKey) -> bool:
 
 
 def _on_gpus(made: Mapping[GroupKey, Collectives]) -> dict[GroupKey, DeviceCollectives]:
-    # Copied, because other threads add groups.
+    # Copy the dictionary first, because other threads add groups.
     return {
         key: cast(DeviceCollectives, each) for key, each in list(made.items()) if _is_on_gpus(key)
     }
@@ -509,8 +520,9 @@ def _named(purpose: str, members: tuple[int, ...], place: Place) -> str:
 
 
 def _is_agreed(purpose: str) -> bool:
-    """Return whether the calls of the group of this purpose are the same on all ranks.
+    """Return whether all ranks are known to make the same calls of the group with this purpose.
 
-    Named collectives are negotiated, and gradients follow a plan that all ranks have compared.
+    They are for named collectives, which are negotiated, and for gradients, which follow a plan that all ranks have
+    compared.
     """
     return purpose == NAMED or purpose.startswith(GRADIENTS)

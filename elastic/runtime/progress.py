@@ -1,10 +1,10 @@
-"""Progress of this worker's training thread through its collectives, and reports of it to the driver.
+"""Tracks the collectives of this worker's training thread, and reports its progress to the driver.
 
 Pure: times are passed in.
 
-The training thread records each collective with two attributes and two clock reads. The link thread checks once a
-second, and when a known wait has lasted a second. It reports only long waits (a second or more, repeatedly), their
-ends, and marked long phases. A step without long waits sends no message.
+The training thread records each collective by setting two attributes and reading the clock twice. The link thread
+checks once a second, and when a wait has lasted a second. It reports only waits of a second or more (repeatedly), their
+ends, and marked long phases. No message is sent in a step without a long wait.
 """
 
 from __future__ import annotations
@@ -13,32 +13,35 @@ from collections.abc import Callable, Sequence
 
 from elastic.protocol import messages
 
-WAIT_S = 1.0  # seconds of waiting in one collective after which the driver is notified
-REPEAT_S = 5.0  # seconds between two reports of the same wait
-LOOK_S = WAIT_S  # maximum interval in seconds between two checks, so that no wait is detected late
-PACE_S = 30.0  # seconds between two reports of the total wait
+WAIT_S = 1.0  # seconds that a wait in one collective must last to be reported to the driver
+REPEAT_S = 5.0  # interval in seconds between reports of the same wait
+# maximum interval in seconds between checks, so that a long wait is detected in time
+LOOK_S = WAIT_S
+PACE_S = 30.0  # interval in seconds between reports of the total waiting time
 ON_GPU = "a collective that the GPU waits for"
 
 
 class ProgressCounter:
-    """Progress of one worker. ``entered`` counts the collectives of a generation, without nested ones."""
+    """Progress of one worker. ``entered`` is the number of collectives in a generation; nested ones are not counted."""
 
     def __init__(self) -> None:
         self.generation = 0
         self.entered = 0
         self.inside = ""
         self.phase = ""
-        self.thread = 0  # thread of the present or last wait
+        self.thread = 0  # ID of the thread in the current or last wait
         self._awaited: tuple[tuple[int, int], dict[int, str]] = (0, 0), {}
         self._since = 0.0
         self._depth = 0
-        self._said: tuple[int, int] | None = None  # the collective that was reported last
+        # generation and number of the collective that was last reported as waiting, or None
+        self._said: tuple[int, int] | None = None
         self._said_at = 0.0
         self._said_phase = ""
-        # number of collectives since the last pace report, and the time spent waiting in them
+        # number of collectives since the last pace report, and seconds spent in them
         self._completed = 0
         self._waited_s = 0.0
-        self._window: tuple[int, float] | None = None  # generation and start time
+        # generation of the pace report in progress, and the time at which its period began
+        self._window: tuple[int, float] | None = None
         self._begun_with: messages.Commit | None = None
 
     # ---- records of the training thread ----------------------------------------------------------
@@ -57,7 +60,7 @@ class ProgressCounter:
     def leave(self, now: float) -> bool:
         """Record that the collective has ended.
 
-        Return whether the wait was reported, so that its end must be reported too.
+        Return whether the wait was reported to the driver. If so, its end must also be reported.
         """
         self._depth -= 1
         if self._depth:
@@ -68,11 +71,11 @@ class ProgressCounter:
         return self._said is not None
 
     def begin_training(self) -> None:
-        """Reset the count of collectives once all states are equal, to exclude the collectives of the state copy."""
+        """Reset the count of collectives when training begins, so that those of the state copy are not counted."""
         self.entered = 0
 
     def awaited(self) -> dict[int, str]:
-        """Return the ranks for which this rank waits, with their script lines, as reported by the driver."""
+        """Return the ranks that this rank waits for, each with its script line, as reported by the driver."""
         at, lines = self._awaited
         return lines if at == (self.generation, self.entered) else {}
 
@@ -85,14 +88,14 @@ class ProgressCounter:
         line: Callable[[int], str] = lambda thread: "",
         followed_since: Callable[[], float | None] = lambda: None,
     ) -> list[messages.Message]:
-        """Return the messages that must be sent to the driver now.
+        """Return the messages to send to the driver now.
 
         Args:
             now: current time, in seconds.
-            gpu: called at each check of a lasting wait. Returns the progress of GPU groups.
-            line: returns the script line of the waiting thread. Called if a wait is reported.
-            followed_since: called unless the training thread waits. Returns the launch time of the oldest collective
-                for which only the GPU waits, or None.
+            gpu: called at each check during a long wait; returns the progress of GPU groups.
+            line: called when a wait is reported; returns the script line of the waiting thread.
+            followed_since: called unless the training thread waits; returns the launch time of the oldest collective
+                that only the GPU waits for, or None.
         """
         due: list[messages.Message] = []
         at, inside, since = (self.generation, self.entered), self.inside, self._since
@@ -111,12 +114,14 @@ class ProgressCounter:
         return due
 
     def next_look_s(self, now: float) -> float:
-        """Return the seconds that the link thread may sleep. A wait must be reported after `WAIT_S` seconds."""
+        """Return for how many seconds the link thread may sleep without missing a wait that reaches `WAIT_S`
+        seconds.
+        """
         inside, left_s = self.inside, WAIT_S - (now - self._since)
         return left_s if inside and 0 < left_s < LOOK_S else LOOK_S
 
     def told(self, generation: int, rank: int, line: str) -> None:
-        """Record the driver's report that this worker waits for a rank."""
+        """Record the driver's notice that this worker waits for a rank."""
         at, lines = (self.generation, self.entered), self.awaited()
         if self.inside and generation == self.generation:
             self._awaited = at, lines | {rank: line}
@@ -124,12 +129,12 @@ class ProgressCounter:
     def pace(
         self, now: float, generation: int, commit: messages.Commit | None = None
     ) -> list[messages.Message]:
-        """Return the report of the last `PACE_S` seconds, if there was progress and the world is the same.
+        """Return a report about the last `PACE_S` seconds. Empty if there was no progress or the world has changed.
 
         Args:
             now: current time, in seconds.
             generation: generation of the current world, even if it has had no collective yet.
-            commit: the newest commit of this worker.
+            commit: newest commit of this worker.
         """
         if self._window is None or self._window[0] != generation:
             self._begin_window(now, generation, commit)
@@ -160,9 +165,9 @@ class ProgressCounter:
     # ---- long phases -----------------------------------------------------------------------------
 
     def begin_phase(self, name: str, generation: int) -> tuple[str, messages.Progress]:
-        """Begin a long phase. Return the previous phase, to be restored, and the message for the driver.
+        """Begin a long phase. Return the previous phase, to restore it later, and the message for the driver.
 
-        ``generation`` is that of the current world, in which there may have been no collective yet.
+        ``generation`` is the current world's, which may have had no collective yet.
         """
         before = self.phase
         return before, self._reported_phase(name, generation)

@@ -7,21 +7,21 @@
                                                    | a collective failed in a second training: no world follows
                                                    +--> BROKEN
 
-Two threads call it, one at a time (the runtime holds a lock): the link thread with the driver's messages, the
-training thread with the events of user code. It never raises into user code. It returns what the training
-thread must raise at its next check, collective or step.
+Two threads call it, one at a time (the runtime holds a lock): the link thread with the driver's messages, and the
+training thread with the events of user code. It never raises an exception itself. It returns what the training thread
+must raise at its next check, collective or step.
 
 Safepoints are numbered from the start of each world. A planned change is agreed without a collective: the driver asks
 all workers for their number c, and each holds its training thread at safepoint c + 1. The driver answers with the
-largest c + 1, workers behind it continue up to that safepoint, and all stop at the same place.
+largest c + 1. Workers that have not reached that safepoint continue up to it, so that all stop at the same place.
 
-A connection may be lost and replaced. Messages sent in between are lost. On the new connection, this state machine
-reports its phase and repeats its unanswered messages, and the driver repeats the messages that still apply. Either side
-may therefore receive a message twice or late. Every message is checked by its generation and number, and outdated or
-repeated messages have no effect.
+A connection may be lost and replaced, and messages sent in the meantime are lost. On the new connection, this state
+machine reports its phase and repeats its unanswered messages, and the driver repeats the messages that still apply.
+Either side may therefore receive a message twice or late. Every message is checked by its generation and number, and
+outdated or repeated messages have no effect.
 
-A commit takes the number of its safepoint, rather than a count of commits: equal numbers in one generation denote the
-same place in the training, even if a worker missed messages.
+The number of a commit is the number of its safepoint, not a count of commits. Equal numbers in one generation therefore
+denote the same place in the training, even if a worker has missed messages.
 """
 
 from __future__ import annotations
@@ -35,25 +35,27 @@ from elastic.protocol.calls import Called
 from elastic.protocol.messages import Address, Commit, Message, Place
 from elastic.runtime.failures.error_excuse import ErrorExcuse
 
-ALONE = 10**9  # larger than the number of safepoints in any generation
+# number of a commit that only one worker holds; larger than the number of any safepoint
+ALONE = 10**9
 
 
 class Phase(enum.Enum):
-    OUTSIDE = "outside"  # the worker is in no world
-    WAITING = "waiting"  # the worker has reported ready
+    OUTSIDE = "outside"  # the worker is not in a world
+    WAITING = "waiting"  # the worker has sent Ready and waits for a world
     TRAINING = "training"
-    BROKEN = "broken"  # the world has ended; the training thread has not requested a new one yet
+    # the world has ended, and the training thread has not requested another one yet
+    BROKEN = "broken"
     RETURNED = "returned"
     FINISHED = "finished"
-    OVER = "over"  # final state: this process enters no further world
+    OVER = "over"  # final: this process enters no other world
 
 
 class Verdict(enum.Enum):
-    """Action of the training thread at a safepoint."""
+    """What the training thread must do at a safepoint."""
 
     PASS = "pass"
-    HOLD = "hold"  # wait for the driver
-    STOP = "stop"  # the agreed safepoint: raise WorldChanging
+    HOLD = "hold"  # wait for the driver's answer
+    STOP = "stop"  # this is the agreed safepoint: raise WorldChanging
     BROKEN = "broken"  # raise PeerLost
     OVER = "over"
 
@@ -65,7 +67,7 @@ class Send:
 
 @dataclass(frozen=True)
 class AbortGroups:
-    """Action: abort every collective of this generation immediately."""
+    """Action: abort all collectives of this generation immediately."""
 
     generation: int
     reason: str
@@ -76,50 +78,55 @@ Action = Send | AbortGroups
 
 @dataclass
 class Recovery:
-    """State machine of one worker. The runtime reads the fields, and only this class writes them."""
+    """State machine of one worker. The runtime reads its fields; only this class writes them."""
 
     phase: Phase = Phase.OUTSIDE
     generation: int = 0
     place: Place = field(default_factory=lambda: Place(0, 1, 0, 1, 0, 1))
-    # whether the worker has not joined a world yet, so that its place may change
+    # whether the worker has not joined a world yet, so that its place may still change
     provisional: bool = True
     newcomer: bool = False
     step_input: bytes = b""  # step input of the world that was training when this worker joined
     world: messages.World | None = None
-    running: bool = False  # inside elastic.run
-    # in a second training, which no world follows, or after the world of such a training has failed
+    running: bool = False  # whether the worker is inside elastic.run
+    # whether the worker is in a second or later training, after which no other world follows, or was when its world
+    # failed
     again: bool = False
-    stands_by: bool = False  # waits as a standby, because the world has its maximum size
-    reason: str = ""  # reason why the world has failed or ended
+    # whether the worker waits as a standby, because the world has its maximum size
+    stands_by: bool = False
+    reason: str = ""  # reason why the world has failed or the job has ended
     newest: Commit | None = None
-    sealed: Commit | None = None  # of a sharded state: see `elastic.protocol.messages.ShardsHeld`
-    # message that ended the job for this worker, Leave, Rejected or End
+    # newest sealed commit of a sharded state: see `elastic.protocol.messages.ShardsHeld`
+    sealed: Commit | None = None
+    # message that ended the job for this worker: Leave, Rejected or End
     over: Message | None = None
     _welcomed: bool = False
-    _calls: tuple[Called, ...] = ()  # differing calls of the ranks, which made the world fail
+    _calls: tuple[Called, ...] = ()  # the ranks' differing calls, if they made the world fail
     _readies: int = 0
-    _ready: messages.Ready | None = None  # the last Ready message
-    _own_failure: bool = False  # whether the world failed here first and the driver was notified
-    # report of this generation, or None before its first collective
+    _ready: messages.Ready | None = None  # last Ready message, or None after its world has formed
+    # whether this worker was the first to detect the world's failure, and has notified the driver
+    _own_failure: bool = False
+    # this generation's recovery report, or None before its first collective
     _resumed: messages.Resumed | None = None
     ending: ErrorExcuse = field(default_factory=ErrorExcuse)
-    # reason why user code ends the process
+    # report of the reason why user code ends the process
     _last_word: messages.Raised | messages.Quit | None = None
     _checks: int = 0
-    _stopped: bool = False  # the agreed safepoint was reached, and the next commit belongs to it
+    # whether the agreed safepoint was reached, so that the next commit gets its number
+    _stopped: bool = False
     _change: int = 0
-    _passed: int = 0  # planned change whose wait has expired; see `release`
+    _passed: int = 0  # last planned change for which this worker has stopped waiting; see `release`
     _hold_at: int | None = None
     _stop_at: int | None = None
     _stranded: bool = False
-    # Whether this worker stops for a planned change at its own next safepoint, because safepoints of the same number
-    # are not reached at the same time.
+    # Whether this worker stops for a planned change at its own next safepoint, because workers reach safepoints of the
+    # same number at different times.
     own_pace: bool = False
 
     # ---- the driver's messages -------------------------------------------------------------------------------------
 
     def receive(self, message: Message) -> list[Action]:
-        """Return the actions of the link thread for a message."""
+        """Process a message from the driver, and return the actions for the link thread."""
         if isinstance(message, messages.Restate):
             return self.reconnected()
         if self.phase is Phase.OVER:
@@ -128,10 +135,11 @@ class Recovery:
             case messages.Welcome():
                 self._welcomed = True
                 self.step_input = message.step_input
-                if self.phase in (Phase.OUTSIDE, Phase.WAITING):  # ignore an outdated message
+                # otherwise the message is outdated
+                if self.phase in (Phase.OUTSIDE, Phase.WAITING):
                     self.place, self.newcomer = message.place, message.newcomer
                 if message.newcomer and self.phase is Phase.WAITING and not self.running:
-                    # The world of init() has continued without this worker.
+                    # The world has started to train without this worker, which waits for it in init().
                     self.phase = Phase.OUTSIDE
             case messages.StandBy():
                 self.stands_by = self.phase is Phase.WAITING
@@ -157,7 +165,7 @@ class Recovery:
             case messages.Finish(generation=generation):
                 if generation == self.generation and self.phase is Phase.RETURNED:
                     self.phase = Phase.FINISHED
-                    self.discard_commit()  # A later training starts without a commit.
+                    self.discard_commit()  # a second training starts without a commit
             case messages.CheckpointSoon(generation=generation):
                 if generation == self.generation:
                     self.ending.wants_checkpoint()
@@ -166,15 +174,16 @@ class Recovery:
             case messages.Leave() | messages.Rejected() | messages.End():
                 return self._end(message, message.reason)
             case _:
-                pass  # Ignore an optional message of a later version.
+                pass  # Ignore an optional message of a newer version.
         return []
 
     def _prepare(self, change: int) -> list[Action]:
         if change > self._change:
             self._change, self._hold_at, self._stop_at = change, self._checks + 1, None
         elif change < self._change or self._hold_at is None or self._stop_at is not None:
-            return []  # outdated, or repeated after a later message of the same change
-        # A repeated request receives the same answer, since other workers may already stop because of the first one.
+            # The message is outdated, or a repetition that arrives after a later message about the same change.
+            return []
+        # Repeat the same answer for a repeated request: other workers may already be stopping because of the first one.
         return [Send(messages.Checked(self.generation, change, self._hold_at - 1))]
 
     def _take_place(self, world: messages.World) -> None:
@@ -203,7 +212,7 @@ class Recovery:
         return [AbortGroups(self.generation, reason)]
 
     def driver_lost(self, reason: str) -> list[Action]:
-        """Handle the loss of the driver, without which no next world can form."""
+        """Process the loss of the driver. No other world can form without it."""
         if self.finished or self.phase is Phase.OVER:
             return []
         return self._end(messages.End(reason), reason)
@@ -240,7 +249,7 @@ class Recovery:
         return bool(self.ending.leaving)
 
     def ask_to_leave(self, reason: str) -> list[Action]:
-        """Request to leave at the next commit, after SIGTERM."""
+        """Request to leave at the next commit. Called after SIGTERM."""
         if self.phase is Phase.OVER:
             return []
         self.ending.leaves(reason)
@@ -253,7 +262,7 @@ class Recovery:
         from_checkpoint: bool = False,
         shards: messages.ShardsPlaced | None = None,
     ) -> list[Action]:
-        """Report that the first collective of user code completed in this generation."""
+        """Report that user code has completed its first collective in this generation."""
         self._resumed = messages.Resumed(
             self.generation, phases_ms, copied_bytes, from_checkpoint, shards
         )
@@ -262,7 +271,7 @@ class Recovery:
     # ---- events of the training thread -----------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Begin ``elastic.run``. Earlier commits do not belong to this training."""
+        """Begin ``elastic.run``, and discard earlier commits, which do not belong to this training."""
         self.running = True
         self.discard_commit()
 
@@ -271,11 +280,11 @@ class Recovery:
         self.running = False
 
     def train_again(self) -> None:
-        """Begin a second training, which makes no commits and ends if its world fails."""
+        """Begin a second or later training. It makes no commits, and ends if its world fails."""
         self.again = True
 
     def trained_again(self) -> None:
-        """End a second training."""
+        """End a second or later training."""
         self.again = self.phase is Phase.BROKEN
 
     @property
@@ -284,7 +293,7 @@ class Recovery:
         return self.phase is Phase.FINISHED or (self.again and self.phase is Phase.BROKEN)
 
     def pause(self) -> None:
-        """Leave the world on ``shutdown()``, until ``init()`` is called again."""
+        """Leave the world in ``shutdown()``. A later ``init()`` waits for another one."""
         self.again = False
         if self.phase is not Phase.OVER:
             self.phase = Phase.OUTSIDE
@@ -297,13 +306,13 @@ class Recovery:
         kept: Sequence[messages.KeptCommit] = (),
         step: int | None = None,
     ) -> list[Action]:
-        """Report ready. The driver answers with a World or with the end of the job.
+        """Report that this worker is ready. The driver answers with a World, or with the end of the job.
 
         Args:
-            store: address at which this worker would serve the store.
+            store: address at which this worker can serve the next world's store.
             layout: digest of the state's layout.
-            shards: shards of a sharded state that this worker holds, or None.
-            kept: older commits of which this worker has copies.
+            shards: shards that this worker holds, or None if its state is not sharded.
+            kept: older commits that this worker holds copies of.
             step: step counter of the state at this worker's commit, or None.
         """
         if self.phase is Phase.OVER:
@@ -326,12 +335,12 @@ class Recovery:
         return [Send(self._ready)]
 
     def fail(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> list[Action]:
-        """Handle a failed collective. Only the first failure in a generation has an effect.
+        """Process a failed collective. Only the first failure in a generation has an effect.
 
         Args:
             generation: generation of the collective.
             reason: reason for the log.
-            calls: the differing calls of the ranks, if they are the cause.
+            calls: the ranks' differing calls, if they are the cause.
         """
         last = self.again and self.phase is Phase.FINISHED
         if generation != self.generation or not (
@@ -347,28 +356,27 @@ class Recovery:
         return [AbortGroups(generation, reason), Send(failed)]
 
     def strand(self) -> list[Action]:
-        """Report that a collective failed outside ``elastic.run``, so that its world ended without a rollback."""
+        """Report that a collective failed outside ``elastic.run``, where no rollback is possible."""
         if self.running or self.again or self._stranded or self.phase is not Phase.BROKEN:
             return []
         self._stranded = True
         return [Send(_broke(messages.Stranded, self.generation, self.reason, self._calls))]
 
     def committed(self) -> Commit | None:
-        """Assign a number to a commit that was just saved, and return the commit.
+        """Number a commit that was just saved, and return it.
 
         The number is that of the next safepoint, or of the safepoint at which all workers have stopped. Outside
-        ``elastic.run`` the workers do not agree on commits, so a commit there has no number and belongs to this worker
-        only.
+        ``elastic.run``, workers do not agree on commits, so the commit gets no number and belongs only to this worker.
         """
         if self.running:
             self.newest = Commit(self.generation, self._checks + (not self._stopped))
         return self.newest
 
     def committed_alone(self) -> None:
-        """Assign a number to a commit that only this worker holds, because user code has left the world.
+        """Number a commit that only this worker holds, because user code has left the world.
 
-        The commit is newer than all agreed commits. If several exist, the lowest rank's commit is used, and all workers
-        receive a copy.
+        Its number makes it newer than all agreed commits. If several workers have such a commit, that of the lowest
+        rank is used, and all workers receive a copy of it.
         """
         if self.running:
             self.newest = Commit(self.generation, ALONE - self.place.rank)
@@ -378,29 +386,30 @@ class Recovery:
         self.sealed = commit
 
     def agreed(self) -> Commit | None:
-        """Return the newest commit if other workers hold it too. Thread-safe."""
+        """Return the newest commit, or None if only this worker holds it. Thread-safe."""
         newest = self.newest
         return newest if newest is None or newest.number < ALONE // 2 else None
 
     def adopt(self) -> Commit:
-        """Record that all members hold the same state. This state is commit 0 of the generation."""
+        """Record that all members hold the same state, which becomes commit 0 of the generation."""
         self.newest = Commit(self.generation, 0)
         return self.newest
 
     def goes_back(self) -> Commit | None:
-        """Return the older commit from which the current world begins because the newest one may be wrong, or None.
+        """Return the commit from which the current world begins if it is older than the newest one, which may be wrong;
+        else None.
 
-        A rank that has a copy restores the commit, and calls `went_back`.
+        A rank that holds a copy of this commit restores it and calls `went_back`.
         """
         commit = None if self.world is None else self.world.commit
         return commit if commit is not None and (self.newest or commit) > commit else None
 
     def went_back(self, commit: Commit) -> None:
-        """Record that an older commit was restored."""
+        """Record that this older commit was restored."""
         self.newest = commit
 
     def discard_commit(self) -> None:
-        """Discard the commit, because the saved state is incomplete and no worker could continue from it."""
+        """Discard the newest commit: its saved state is incomplete, so no worker can continue from it."""
         self.newest = self.sealed = None
 
     def arrive(self) -> Verdict:
@@ -409,7 +418,9 @@ class Recovery:
         return self.verdict()
 
     def verdict(self) -> Verdict:
-        """Return what the training thread must do at the current safepoint. Called again after each wake-up."""
+        """Return what the training thread must do at the current safepoint. Called again after each wake-up of a
+        waiting thread.
+        """
         if self.phase is Phase.OVER:
             return Verdict.OVER
         if self.phase is Phase.BROKEN:
@@ -424,13 +435,13 @@ class Recovery:
     def release(self) -> None:
         """Let the training thread continue, because the driver did not answer in time.
 
-        This worker cannot stop together with the others.
+        From then on, this worker can't stop together with the others for this change.
         """
         self._hold_at = self._stop_at = None
         self._passed = self._change
 
     def returned(self) -> list[Action]:
-        """Record that the function returned.
+        """Record that the training function has returned.
 
         The worker keeps its sockets and its commit until all workers have returned.
         """
@@ -450,12 +461,12 @@ class Recovery:
         calls: tuple[Called, ...] = (),
         shards_lost: bool = False,
     ) -> list[Action]:
-        """Report an error of user code, with which the process will exit.
+        """Report an exception of user code with which the process will exit.
 
         Args:
-            summary: the error in one line.
-            traceback: traceback of the error.
-            hardware: whether the hardware caused it.
+            summary: the exception in one line.
+            traceback: traceback of the exception.
+            hardware: whether hardware caused the exception.
             final: whether the job must end.
             code: exit code of the job, if ``final``.
             calls: the differing calls of the ranks, if they are the cause.

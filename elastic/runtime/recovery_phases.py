@@ -1,4 +1,4 @@
-"""Durations of a recovery's phases, for the driver's log. Pure: times are passed in."""
+"""Measures the phases of a recovery, for the driver's log. Pure: times are passed in."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ class Phases:
         self._marks: dict[str, float] = {}
         self._ms: dict[str, float] = {}
         self._resumed_generation = 0
-        self.spans: list[tuple[str, float, float]] = []  # phase, begin and end of the last report
+        # name, begin and end of each phase in the last report
+        self.spans: list[tuple[str, float, float]] = []
 
     def mark(self, name: str, now: float) -> None:
         self._marks[name] = now
-        if name == "ready":  # Exclude groups of the previous world from this report.
+        if name == "ready":  # Groups of the previous world do not belong to this report.
             self._ms.pop("formed", None)
 
     def raised(self, now: float) -> None:
-        """Start a report when the training thread has returned to ``elastic.run``."""
+        """Start a report. Called when the training thread has returned to ``elastic.run``."""
         self.mark("raised", now)
         self._ms = {"raised": self._between("broken", "raised")}
 
     def broken_at(self) -> float:
-        """Return the time at which the last world ended or was stopped by a planned change, or 0 without either."""
+        """Return when the last world failed or was stopped by a planned change, or 0 if neither has happened."""
         return self._marks.get("broken", 0.0)
 
     def restored(self, now: float) -> None:
@@ -36,7 +37,7 @@ class Phases:
         self._ms["restored"] = self._between("raised", "restored")
 
     def formed(self, seconds: float) -> None:
-        """Add the time of creating a group to the report."""
+        """Add the time that the creation of a group took."""
         self._ms["formed"] = self._ms.get("formed", 0.0) + seconds * 1e3
 
     def stepped(
@@ -44,15 +45,16 @@ class Phases:
     ) -> tuple[dict[str, float], int, bool, ShardsPlaced | None] | None:
         """Record a completed collective.
 
-        Return the report if it is the first one of user code in a generation, else None.
+        Return the report if this is user code's first collective in a generation, else None.
 
-        The report consists of milliseconds by phase, the number of copied bytes, whether the world began from a
-        checkpoint, and shards.
+        The report consists of the milliseconds of each phase, the number of copied bytes, whether the world began from
+        a checkpoint, and the placement of shards.
         """
         if self._resumed_generation == generation:
             return None
         if self._marks.get("synced", 0.0) < self._marks.get("world", 0.0):
-            return None  # Ignore collectives of the state copy, which are not user code.
+            # Ignore the collectives of the state copy, which are not part of user code.
+            return None
         self._resumed_generation = generation
         self.mark("stepped", now)
         self._ms["waited"] = self._between("ready", "world")

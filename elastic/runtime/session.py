@@ -1,7 +1,7 @@
-"""Session of this worker in its job: runs the `Recovery` state machine under a lock and executes its decisions.
+"""Session of a worker in its job: runs the `Recovery` state machine under a lock and executes its decisions.
 
-One lock guards the machine and wakes waiting threads. The link thread may abort groups at any time and takes no other
-lock, so neither a collective nor the creation of a group can delay it.
+A single lock guards the state machine, and its condition wakes waiting threads. The link thread takes no other lock to
+abort groups, so neither a collective nor the creation of a group can delay it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from elastic.runtime.process_groups import Groups
 from elastic.runtime.recovery import AbortGroups, Action, Phase, Recovery, Send
 from elastic.runtime.recovery_phases import Phases
 
-WAIT_SAID_S = 30.0  # interval in seconds between two log lines of a long wait
-# seconds without a wake-up of the link thread after which the process counts as stopped
+WAIT_SAID_S = 30.0  # interval in seconds between log lines about a long wait
+# seconds between two wake-ups of the link thread after which the process is assumed to have been stopped
 ASLEEP_S = 3.0
 ENDED = (Phase.BROKEN, Phase.OVER)
 
 
 class Pulse:
-    """Detector of periods in which this process was stopped. Pure: the link thread calls it at each wake-up, once a
+    """Detects that this process was stopped for a while. The link thread calls it at each wake-up, at least once a
     second.
     """
 
     def __init__(self) -> None:
-        self._awake_at = 0.0  # 0 if the thread has not started
+        self._awake_at = 0.0  # time of the last wake-up, or 0 before the first
         self._slept_s = self._woke_at = 0.0
 
     def beat(self, now: float) -> None:
@@ -53,20 +53,20 @@ class Pulse:
         self._awake_at = now
 
     def slept_s(self, now: float) -> float:
-        """Return how long the process was stopped, in seconds, if it has just resumed. Otherwise return 0."""
+        """Return for how many seconds the process was stopped if it has just resumed, else 0."""
         return self._slept_s if now - self._woke_at < ASLEEP_S else 0.0
 
 
 class Session:
-    """Session of a process from ``init()`` to its exit, across worlds.
+    """Session of a process in its job, from ``init()`` until it exits, across all worlds.
 
-    ``recovery`` may be read from any thread. It is changed by `update`, or under ``lock`` if no thread must be woken
-    and no action follows. ``changed`` is the condition of that lock.
+    ``recovery`` may be read from any thread. Change it with `update`, or under ``lock`` if no thread has to be woken
+    and no action follows. ``changed`` is the lock's condition.
     """
 
     def __init__(self, env: Environment, link: Link | None) -> None:
         self.env = env
-        # without a driver: a world of one, or a static world without recovery
+        # True without a driver, in a world of one worker or in a static world that cannot recover
         self.alone = link is None
         self.recovery = Recovery()
         self.lock = threading.Lock()
@@ -75,15 +75,16 @@ class Session:
         self.phases = Phases()
         self.account = TimeAccount(time.monotonic())
         self.pulse = Pulse()
-        self.lost_driver = False  # whether only this worker can report the reason for its exit
+        # whether this worker has lost the driver, so that only the worker itself can report why it exits
+        self.lost_driver = False
         self._link = link
         self._when_lost: Callable[[], None] = lambda: None
-        self._told_in = 0  # last generation whose end was raised in user code
+        self._told_in = 0  # last generation for whose end an exception was raised in user code
 
     # ---- the state machine ---------------------------------------------------------------------------------------
 
     def update(self, decide: Callable[[Recovery], list[Action]]) -> None:
-        """Change the state machine, wake waiting threads and execute the resulting actions. Thread-safe."""
+        """Change the state machine, wake waiting threads and execute the actions that it returns. Thread-safe."""
         with self.changed:
             actions = decide(self.recovery)
             self.changed.notify_all()
@@ -96,10 +97,10 @@ class Session:
                     self.send(message)
 
     def wait_while(self, phase: Phase, what: str) -> None:
-        """Wait for the driver until the state machine leaves a phase.
+        """Wait, while the state machine is in a phase, for the driver's next decision.
 
-        The wait is bounded by the driver's own deadlines, by the loss of its connection, and by ``wait_timeout_s`` in
-        case the driver is frozen. A standby waits while it has a connection.
+        The wait ends at the latest at the driver's own deadlines, when its connection is lost, or after
+        ``wait_timeout_s`` if the driver is frozen. A standby waits for as long as it has a connection.
 
         Raises:
             DriverLost: the driver did not respond.
@@ -122,7 +123,9 @@ class Session:
                     print(f"elastic: {waits}", file=sys.stderr)
 
     def resumed(self) -> None:
-        """Record a completed collective or local step. The first one of user code in a generation is reported."""
+        """Record a completed collective or local step. The first one of user code in a generation is reported to the
+        driver.
+        """
         if self.alone or not self.recovery.running:
             return
         report = self.phases.stepped(self.recovery.generation, time.monotonic())
@@ -135,9 +138,9 @@ class Session:
     # ---- the driver ----------------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Send a message to the driver, in the order of this thread's calls.
+        """Send a message to the driver. Messages of one thread arrive in the order of its calls.
 
-        Has no effect without a driver. Never raises.
+        Does nothing without a driver. Never raises.
         """
         if self._link is None:
             return
@@ -147,7 +150,7 @@ class Session:
             self.driver_lost(str(error))
 
     def poke(self) -> None:
-        """Wake the link thread, if there is one. Safe in a signal handler."""
+        """Wake the link thread, if it exists. Safe in a signal handler."""
         if self._link is not None:
             self._link.poke()
 
@@ -156,7 +159,7 @@ class Session:
         self._when_lost = callback
 
     def driver_lost(self, reason: str) -> None:
-        """Handle a lost connection to the driver. Thread-safe. Never raises."""
+        """Handle the loss of the connection to the driver. Thread-safe. Never raises."""
         slept_s = self.pulse.slept_s(time.monotonic())
         if slept_s:
             why = f"it did not run for {slept_s:.0f} s, and the other workers continued without it"
@@ -176,18 +179,19 @@ class Session:
 
     @property
     def broken(self) -> bool:
-        """Return whether the current generation has ended. Thread-safe."""
+        """Return whether the current world has failed or ended. Thread-safe."""
         return self.recovery.phase in ENDED
 
     def mark_broken(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> None:
-        """Report a failed collective of this generation. Aborts the other collectives, and notifies the driver.
+        """Report that a collective of this generation has failed. Aborts all other collectives, and notifies the
+        driver.
 
-        Thread-safe; never raises.
+        Thread-safe. Never raises.
 
         Args:
             generation: generation of the collective.
             reason: reason for the log.
-            calls: the differing calls of the ranks, if they are the cause.
+            calls: the ranks' differing calls, if they are the cause.
         """
 
         def decide(recovery: Recovery) -> list[Action]:
@@ -199,29 +203,29 @@ class Session:
         self.update(decide)
 
     def why(self, error: CollectiveFailed) -> str:
-        """Return the reason for a failed collective, which the error of an aborted collective does not contain."""
+        """Return the reason for the failure of a collective. The error of an aborted collective does not contain it."""
         reason = self.recovery.reason
         return reason if error.aborted and reason else str(error)
 
     def told(self, generation: int) -> None:
         """Record that user code receives an exception for the end of this generation.
 
-        If the worker cannot recover, report this once.
+        If the worker cannot recover, this is reported to the driver, once.
         """
         self._told_in = generation
         self.update(Recovery.strand)
 
     def raise_if_ended(self) -> None:
-        """Raise this world's error again if user code has caught it."""
+        """If the world has failed and user code has caught the error, raise it again."""
         if self._told_in == self.recovery.generation:
             self.raise_if_broken()
 
     def raise_if_broken(self) -> None:
-        """Raise an error if the current world has ended.
+        """Raise an error if the current world has failed or ended.
 
         Raises:
-            PeerLost: another world follows.
-            CollectiveFailed: no world follows.
+            PeerLost: the world has failed, and another one follows.
+            CollectiveFailed: the world has failed, and no other one follows.
             JobOver: the job has ended. `raise_over` lists the other errors.
         """
         phase = self.recovery.phase
@@ -237,9 +241,9 @@ class Session:
 
     @property
     def recovers(self) -> bool:
-        """Return whether a new world follows a failed world.
+        """Return whether another world follows when a world fails.
 
-        In a static job, a new world is formed only for the last checkpoint.
+        In a static job, another world is formed only for the last checkpoint.
         """
         return not self.alone and (self.env.elastic or self.recovery.ending.checkpoint_wanted)
 
@@ -249,40 +253,40 @@ class Session:
         """Raise the error with which this process leaves the job.
 
         Raises:
-            LeaveRequested: the worker leaves, under elastic.run.
-            SystemExit: the worker leaves, outside elastic.run.
-            StateMismatch: its state was rejected.
-            WorkerOrphaned, JobOver: the job has ended.
+            LeaveRequested: the worker was asked to leave, and is inside elastic.run.
+            SystemExit: the worker was asked to leave, and is outside elastic.run.
+            StateMismatch: the driver has rejected the worker's state.
+            WorkerOrphaned, JobOver: the worker was orphaned, or the job has ended.
         """
         message, reason = self.recovery.over, self.recovery.reason
         if isinstance(message, messages.Leave) and not message.fenced:
             if not self.recovery.running:
-                raise SystemExit(
-                    0
-                )  # SystemExit, because no code outside elastic.run catches LeaveRequested
+                raise SystemExit(0)  # no code outside elastic.run would catch LeaveRequested
             raise LeaveRequested(reason)
         if isinstance(message, messages.Rejected):
             raise StateMismatch(reason)
         if self.recovery.running:
-            raise LeaveRequested(reason)  # The driver reports the reason once for all workers.
+            raise LeaveRequested(reason)  # the driver reports the reason, once for all workers
         raise WorkerOrphaned(reason) if self.unheard else JobOver(reason)
 
     @property
     def asked_to_leave(self) -> bool:
-        """Return whether LeaveRequested means a graceful leave (exit code 0) and not the end of a failed job."""
+        """Return whether LeaveRequested means that this worker leaves gracefully (exit code 0), not that the job has
+        failed.
+        """
         over = self.recovery.over
         return isinstance(over, messages.Leave) and not over.fenced
 
     @property
     def unheard(self) -> bool:
-        """Return whether only this worker can report the reason for its exit, because it lost the driver or was
-        fenced.
-        """
+        """Return whether this worker itself must report why it exits: it lost the driver, or was fenced."""
         over = self.recovery.over
         return self.lost_driver or (isinstance(over, messages.Leave) and over.fenced)
 
     def pause(self) -> None:
-        """Handle ``shutdown()``. Groups are kept until the next world or the exit, because a peer may still use one."""
+        """Leave the world in ``shutdown()``. Keeps groups until the next world or the exit, because peers may still use
+        them.
+        """
         self.groups.leave()
         self.account.begin("idle", time.monotonic())
         with self.lock:

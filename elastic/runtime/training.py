@@ -1,4 +1,4 @@
-"""Reports to the driver about the training function under `elastic.run`: start, return, errors and exit."""
+"""Reports to the driver about the training function under `elastic.run`: its start, return, errors and exit."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase, Recovery
 from elastic.runtime.session import Session
 
-DRAIN_S = 1.0  # timeout in seconds for aborted collectives to end, which takes milliseconds
+DRAIN_S = 1.0  # timeout in seconds for aborted collectives to end, which usually takes milliseconds
 
 
 class Training:
-    """Reports of one worker about its training. All methods must be called from the training thread."""
+    """Reports to the driver about one worker's training. All methods must be called from the training thread."""
 
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session
         self._progress = progress
-        self.in_user_code = False  # whether the training function is currently running
+        self.in_user_code = False  # whether the training function is running
         self._entered = False
-        self._trains_in: int | None = None  # ID of the thread that is in elastic.run
+        self._trains_in: int | None = None  # ID of the thread that is inside elastic.run
 
     @property
     def over(self) -> bool:
-        """Return whether the job's training has succeeded, after which no worker joins and a loss is not recovered."""
+        """Return whether the job's training has succeeded. Afterwards, no worker joins, and a loss is not recovered
+        from.
+        """
         return not self._session.alone and self._session.recovery.finished
 
     def enter(self) -> None:
@@ -39,7 +41,7 @@ class Training:
             self._session.recovery.enter()
         self._session.account.begin("joining", time.monotonic())
         if not self._entered:
-            # In a job of fixed size, all time since init() has counted as training.
+            # In a job of fixed size, the time since init() was counted as training until now.
             self._session.account.only_prepared()
         self._entered = True
         data_waits.count(self._session.account)
@@ -56,7 +58,7 @@ class Training:
     def begins(self) -> None:
         """Record that the training function is about to be called.
 
-        All states are equal, so no step must be repeated.
+        At this time all ranks have the same state, so no step would be repeated after a failure.
         """
         now = time.monotonic()
         self._session.account.begin("training", now)
@@ -65,7 +67,7 @@ class Training:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Context manager for a second or later training of the job, whose time counts as training."""
+        """Context of a second or later training in the job. Its time counts as training."""
         account = self._session.account
         with self._session.lock:
             self._session.recovery.train_again()
@@ -80,7 +82,7 @@ class Training:
             account.begin("idle", time.monotonic())
 
     def returned(self) -> None:
-        """Report that the function returned, and wait for the other workers.
+        """Report that the training function has returned, and wait until it has on all other workers.
 
         Raises:
             PeerLost: a worker was lost before it returned.
@@ -101,13 +103,13 @@ class Training:
     def raised(
         self, summary: str, traceback: str, hardware: bool = False, calls: tuple[Called, ...] = ()
     ) -> None:
-        """Report to the driver why this process is about to exit.
+        """Report the exception with which this process is about to exit.
 
         Args:
-            summary: the error in one line.
-            traceback: traceback of the error.
+            summary: the exception in one line.
+            traceback: traceback of the exception.
             hardware: see `failures.hardware_errors`.
-            calls: the differing calls of ranks, if that was the cause.
+            calls: the ranks' differing calls, if they are the cause.
         """
         if not self._session.alone:
             self._session.update(
@@ -119,21 +121,21 @@ class Training:
         self._session.update(lambda recovery: recovery.raised(why, "", final=True))
 
     def lost_shards(self, why: str) -> None:
-        """Report to the driver that the job cannot continue, because no worker holds some shards of its state."""
+        """Report that the job cannot continue, because some shards of its state are not held by any worker."""
         self._session.update(
             lambda recovery: recovery.raised(why, "", final=True, shards_lost=True)
         )
 
     def refused(self, why: str) -> None:
-        """Report to the driver that the job must end because of an error in the script."""
+        """Report that the job must end because of a mistake in the script."""
         if not self._session.alone:
             self._session.update(lambda recovery: recovery.raised(why, "", final=True, code=2))
 
     def quits(self, code: object) -> bool:
-        """Report to the driver that this process is about to exit because of ``SystemExit(code)``.
+        """Report that this process is about to exit because of ``SystemExit(code)``.
 
-        An interpreter with torch takes seconds to exit, and its sockets stay open until then. Because of the report,
-        the other workers do not wait for the exit.
+        An interpreter with torch takes seconds to exit, and its sockets stay open until then. With the report, the
+        other workers need not wait for the exit.
 
         Returns:
             False if the code is an error message, as in ``sys.exit("no data")``, which counts as an exception.
@@ -146,21 +148,21 @@ class Training:
         return True
 
     def turned_away(self) -> None:
-        """Report to the driver that this process is about to exit, because its state does not match that of the
-        world.
-        """
+        """Report that this process is about to exit, because its state does not match that of the world."""
         if self._session.recovers:
             self._session.update(lambda recovery: recovery.quit(1, ""))
 
     def gave_up(self, reason: str) -> None:
-        """Fail this world, because user code raised HorovodInternalError. All workers then form a new one."""
+        """Report that this world has failed, because user code raised HorovodInternalError. All workers then form
+        another.
+        """
         self._session.mark_broken(self._session.recovery.generation, reason)
 
     def interrupted(self, *, planned: bool = False) -> None:
         """Record that the training thread has returned to ``elastic.run``.
 
         Args:
-            planned: whether this is a planned change, in which no step is lost.
+            planned: whether the reason is a planned change of the world, in which no step is lost.
         """
         self.in_user_code = False
         now = time.monotonic()
@@ -173,10 +175,10 @@ class Training:
             timeline.end_all()
 
     def drain(self) -> None:
-        """Wait, after a loss, until no collective of the old world writes to any tensor.
+        """After a loss, wait until no collective of the old world writes to any tensor any more.
 
         Raises:
-            DeviceLost: a GPU did not end its work.
+            DeviceLost: a GPU did not end its work in time.
         """
         for _ in range(self._session.groups.drain(DRAIN_S)):
             warnings.warn(
@@ -187,7 +189,7 @@ class Training:
 
     @contextlib.contextmanager
     def long_phase(self, name: str) -> Iterator[None]:
-        """Mark work during which the other workers wait for this worker. See `elastic.long_phase`."""
+        """Mark a period in which the other workers wait for this one. See `elastic.long_phase`."""
         if self._trains_in not in (None, threading.get_ident()):
             warnings.warn(
                 f"long_phase({name!r}) has no effect here: it applies to the training thread",

@@ -1,4 +1,4 @@
-"""Runtime of a worker, composed of the parts below. `recovery` makes the decisions.
+"""Runtime of a worker, composed of the parts described below. `recovery` makes the decisions.
 
 `Session` holds the state machine, its lock and the connection to the driver. `LinkThread` handles the driver's
 messages. `DriverWorlds` and `FixedWorlds` bring this worker into a world. `Training` serves `elastic.run`, `CommitLog`
@@ -42,24 +42,25 @@ if TYPE_CHECKING:
     from elastic.collectives.interface import Messenger
 
 
-MERGE_REPORT_S = 1.0  # interval in seconds between two reports of merges with the same islands
-NAMES_S = 60.0  # interval in seconds between two reports of the names of islands
+MERGE_REPORT_S = 1.0  # interval in seconds between reports of merges with the same islands
+NAMES_S = 60.0  # interval in seconds between reports of the islands' names
 
 
 @dataclass
 class MergeReports:
-    """State of the rate-limited reports of DiLoCo merges."""
+    """Rate limiter for the reports of DiLoCo merges."""
 
-    due_at: float = 0.0  # time of the next report
-    absent: list[str] = field(default_factory=list)  # islands in the last report
-    # generation and islands of the last report that named them
+    due_at: float = 0.0  # earliest time of the next report
+    absent: list[str] = field(default_factory=list)  # absent islands in the last report
+    # generation and islands' names of the last report that contained the names
     names: tuple[int, list[str]] = field(default_factory=lambda: (0, []))
-    names_due_at: float = 0.0  # time of the next report with the names, which a new driver needs
-    waited_s: float = 0.0  # waiting time since the last report, in seconds
+    # time of the next report with the names, which are repeated for a new driver
+    names_due_at: float = 0.0
+    waited_s: float = 0.0  # seconds waited for merges since the last report
 
 
 class WorkerRuntime:
-    """Runtime of the process. ``place``, ``generation`` and ``activity`` may be read from any thread."""
+    """Runtime of this process. ``place``, ``generation`` and ``activity`` may be read from any thread."""
 
     def __init__(self, env: Environment, link: Link | None, session: Session | None = None) -> None:
         """Create the runtime.
@@ -67,13 +68,14 @@ class WorkerRuntime:
         Args:
             env: settings of this worker.
             link: connection to the driver, or None without one.
-            session: a session over the same link, for workers that end their worlds in another way.
+            session: session to use instead of a new one, with the same link, for workers that end their worlds in
+                another way.
         """
         self.env = env
         self.elastic = env.elastic
-        # without a driver: a world of one, or a static world without recovery
+        # True without a driver, in a world of one worker or in a static world that cannot recover
         self.alone = link is None
-        self.activity = 0  # incremented by every operation that may change tensors
+        self.activity = 0  # incremented by each operation that may change tensors
         self._link = link
         self._merge_reports = MergeReports()
         progress = ProgressCounter()
@@ -110,12 +112,12 @@ class WorkerRuntime:
 
     @property
     def broken(self) -> bool:
-        """Return whether the current generation has ended. Thread-safe."""
+        """Return whether the current world has failed or ended. Thread-safe."""
         return self.session.broken
 
     @property
     def provisional(self) -> bool:
-        """Return whether this worker has not joined a world yet.
+        """Return whether this worker has yet to join its first world.
 
         Until then, collectives act as in a world of one rank.
         """
@@ -126,29 +128,29 @@ class WorkerRuntime:
     def group(
         self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None = None
     ) -> Collectives:
-        """Return the group for a purpose, created at its first use. Collective among ``ranks`` (all, by default).
+        """Return the group for a purpose. Created at its first use, collectively among ``ranks`` (default: all ranks).
 
         Raises:
-            PeerLost: the group cannot be created, because a rank is lost or does not arrive within the timeout.
+            PeerLost: the group could not be created, because a rank was lost or did not arrive within the timeout.
         """
         return self._groups.group(purpose, device, ranks)
 
     def messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> Messenger:
-        """Return the group for point-to-point messages for a purpose, created at its first use.
+        """Return the group for point-to-point messages for a purpose. Created at its first use.
 
         Not for a group of one rank. See `group`.
         """
         return self._groups.messages(purpose, ranks)
 
     def expect_messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> None:
-        """Prepare for the first message of this world, and return immediately.
+        """Prepare for the first point-to-point message of this world. Returns immediately.
 
         When another rank sends or receives this message, a background thread connects this rank as well.
         """
         self._groups.expect_messages(purpose, ranks)
 
     def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None = None) -> bool:
-        """Return whether other ranks are creating this group and wait for this rank.
+        """Return whether other ranks are waiting for this rank to create this group.
 
         The method queries rank 0, so do not call it in every step.
         """
@@ -159,7 +161,7 @@ class WorkerRuntime:
         return self._groups.alone_group()
 
     def engine(self) -> Engine:
-        """Return the engine for collectives called by name. Call it under `guard`.
+        """Return the engine for named collectives. Call this under `guard`.
 
         Raises:
             CollectiveFailed: the generation has ended.
@@ -167,31 +169,32 @@ class WorkerRuntime:
         return self._groups.engine()
 
     def settle(self) -> None:
-        """Wait for collectives for which only GPU streams wait so far. Call this before values are kept.
+        """Wait for collectives that so far only GPU streams wait for. Call this before values are saved.
 
         Raises:
-            PeerLost: a rank was lost, and results of these collectives may be invalid.
+            PeerLost: a rank was lost, so the results of these collectives may be invalid.
         """
         self._groups.settle()
 
     def guard(self, name: str) -> Guard:
-        """Return a context for collectives in the training thread.
+        """Return a context manager in which the training thread runs collectives.
 
-        It converts CollectiveFailed to PeerLost and notifies the driver. ``name`` is the name by which the log refers
-        to waits in the block.
+        It converts CollectiveFailed to PeerLost and notifies the driver. ``name`` identifies the context in log lines
+        about waits.
         """
         self.activity += 1
         return Guard(self._groups, name)
 
     def mark_broken(self, generation: int, reason: str) -> None:
-        """Report a failed collective of this generation. Aborts the other collectives, and notifies the driver.
+        """Report that a collective of this generation has failed. Aborts all other collectives, and notifies the
+        driver.
 
-        Thread-safe; never raises.
+        Thread-safe. Never raises.
         """
         self.session.mark_broken(generation, reason)
 
     def report_miscomputed(self, evidence: Miscomputed) -> None:
-        """Report a rank with wrong gradients. The driver removes the rank."""
+        """Report a rank that has computed wrong gradients. The driver removes the rank."""
         self.session.send(evidence)
 
     def report_mistake(self, kind: str, text: str) -> None:
@@ -206,13 +209,13 @@ class WorkerRuntime:
         absent: Sequence[str],
         waited_s: float,
     ) -> None:
-        """Report a merge of `elastic.DiLoCo` to the driver, at most once a second unless other islands are absent.
+        """Report a merge of `elastic.DiLoCo`. Limited to one report a second, unless the set of absent islands changes.
 
         Args:
-            merges: number of merges of the job.
-            position: number of inner steps of the job.
+            merges: number of merges so far in the job.
+            position: number of inner steps so far in the job.
             islands: names of all islands.
-            absent: names of the islands that the merge did not wait for.
+            absent: names of the islands for which the merge did not wait.
             waited_s: seconds that this rank has waited for the merge.
         """
         reports, now, late = self._merge_reports, time.monotonic(), sorted(absent)[:ABSENT_LIMIT]
@@ -250,14 +253,16 @@ class WorkerRuntime:
         self.worlds.first()
 
     def pause(self) -> None:
-        """Handle ``shutdown()``. Groups are kept until the next world or the exit, because a peer may still use one."""
+        """Leave the world in ``shutdown()``. Keeps groups until the next world or the exit, because peers may still use
+        them.
+        """
         self.session.pause()
 
     def close(self) -> None:
-        """Handle the exit of the process, during which user code may still run for some time.
+        """Prepare the runtime for the exit of the process, during which user code may still run for some time.
 
-        The link and sockets are closed by the end of the process. If they were closed earlier, peers would report a
-        failure before its cause, this worker's exit code, is known, and the worker would count as lost without a link.
+        The link and the sockets stay open until the process ends. Without its sockets, peers would report a failure
+        before this worker's exit code, its cause, is known. Without its link, the worker would count as lost.
         """
         self.tracing.close()
         self.session.send(self.link_thread.time_spent())
@@ -268,7 +273,7 @@ class WorkerRuntime:
         self.session.groups.close()
 
     def close_in_forked_child(self) -> None:
-        """Close the parent's sockets in a forked child (a DataLoader worker)."""
+        """In a forked child, such as a DataLoader worker, close the sockets inherited from the parent."""
         if self._link is not None:
             self._link.close_in_forked_child()
         self.session.groups.close_in_forked_child()

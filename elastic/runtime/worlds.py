@@ -1,4 +1,4 @@
-"""Entry of this worker into worlds formed by the driver, and into static worlds without a driver."""
+"""Lets this worker enter worlds formed by the driver, and static worlds without a driver."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ from elastic.runtime.session import Session
 
 
 class DriverWorlds:
-    """Entry of this worker into the worlds that the driver forms. Only `restate` may be called outside the training
-    thread.
-    """
+    """Enters the worlds that the driver forms. All methods except `restate` must be called from the training thread."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._layout: messages.Layout | None = None  # the last Layout message that was sent
-        # the last StepInput message that was sent
+        self._layout: messages.Layout | None = None  # last Layout message sent
+        # last StepInput message sent
         self._step_input: messages.StepInput | None = None
 
     def first(self) -> None:
-        """Wait for the first world. If a world is already training, return with the provisional place."""
+        """Wait for the first world. If a world is already training, return immediately, with a provisional place."""
         with self._session.lock:
             if self._session.recovery.newcomer:
                 return
@@ -42,13 +40,13 @@ class DriverWorlds:
         shards: messages.ShardsHeld | None = None,
         kept: Sequence[messages.KeptCommit] = (),
     ) -> messages.World:
-        """Report ready and wait for a world. Called under ``elastic.run``.
+        """Report that this worker is ready, and wait for a world. Called under ``elastic.run``.
 
         Args:
             layout: digest of the state's layout.
-            text: the layout itself, which is sent once.
-            shards: shards of a sharded state that this worker holds, or None.
-            kept: older commits of which this worker has copies.
+            text: the layout itself. It is sent only once.
+            shards: shards that this worker holds, or None if its state is not sharded.
+            kept: older commits that this worker holds copies of.
 
         Raises:
             PeerLost: the world failed. `Session.raise_over` lists the other errors.
@@ -59,13 +57,15 @@ class DriverWorlds:
         return self._wait(layout, shards, kept)
 
     def restate(self) -> None:
-        """Send the layout and step input again, for another driver or connection. Called in the link thread."""
+        """Send the layout and the step input again, to another driver or on another connection. Called in the link
+        thread.
+        """
         for message in (self._layout, self._step_input):
             if message is not None:
                 self._session.send(message)
 
     def report_step_input(self, kind: bytes) -> None:
-        """Send a description of this worker's batches, for workers that join."""
+        """Send a description of this worker's batches to the driver, for workers that join later."""
         if kind and kind != self._session.recovery.step_input:
             self._step_input = messages.StepInput(kind)
             self._session.send(self._step_input)
@@ -76,7 +76,9 @@ class DriverWorlds:
         shards: messages.ShardsHeld | None = None,
         kept: Sequence[messages.KeptCommit] = (),
     ) -> messages.World:
-        """Report ready, wait for a world and enter it. If no world follows, raise the error that ends the wait."""
+        """Report that this worker is ready, wait for a world and enter it. If no world follows, raise the reason as an
+        error.
+        """
         session = self._session
         session.groups.make_room()
         store = session.groups.listen()
@@ -92,7 +94,7 @@ class DriverWorlds:
             phase, world = session.recovery.phase, session.recovery.world
         if phase is Phase.OVER:
             session.raise_over()
-        if phase is Phase.OUTSIDE:  # The first world was formed without this worker.
+        if phase is Phase.OUTSIDE:  # The first world has started without this worker.
             place = session.recovery.place
             return messages.World(
                 0, place, Address("", 0), holders=0, commit=None, reason="newcomer"
@@ -104,7 +106,7 @@ class DriverWorlds:
 
 
 class FixedWorlds:
-    """Entry of this worker into worlds of a fixed size, without a driver."""
+    """Enters worlds of a fixed size, without a driver."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -112,7 +114,7 @@ class FixedWorlds:
     def form(
         self, store: Store, rank: int, size: int, local_rank: int | None, generation: int
     ) -> None:
-        """Form a world with all ranks that connect to ``store``, the store of the previous world.
+        """Form a world of all ranks that connect to ``store``, the store of the previous world or rendezvous.
 
         Raises:
             CollectiveFailed: ranks did not arrive in time.
@@ -125,9 +127,9 @@ class FixedWorlds:
         self.begin(messages.World(generation, place, address, 0, None, "no driver"))
 
     def begin(self, world: messages.World) -> None:
-        """Begin a world.
+        """Begin a world whose places are known.
 
-        Rank 0 serves its store at the given address, or at the address on which it already listens.
+        Rank 0 serves the world's store at the given address, or at the address to which it is already bound.
         """
         if world.place.rank == 0:
             self._session.groups.listen(world.store)
@@ -142,10 +144,10 @@ class FixedWorlds:
         _open(self._session, world)
 
     def next(self) -> None:
-        """Form the next world of the same ranks, for ``init()`` after ``shutdown()``.
+        """Form another world of the same ranks, when ``init()`` is called after ``shutdown()``.
 
         Raises:
-            CollectiveFailed: not all ranks called ``init()`` again.
+            CollectiveFailed: not all ranks have called ``init()`` again in time.
         """
         store, recovery = self._session.groups.store, self._session.recovery
         assert store is not None, "a fixed world has a store"

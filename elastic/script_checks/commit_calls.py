@@ -1,4 +1,6 @@
-"""Analysis of the ``commit()`` calls in a script's syntax tree. Pure: no I/O, no clock."""
+"""Finds the ``commit()`` calls in a script's syntax tree, and the conditions under which they run. Pure: no I/O, no
+clock.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 from elastic.script_checks.mistakes import CommitCall
 
 NAMES = ("commit", "CommitStateCallback")
-# names of ranks and of conditions on ranks
+# names that contain a rank, or a condition on the rank
 RANKS = {
     "rank",
     "local_rank",
@@ -27,15 +29,15 @@ RANKS = {
     "master",
     "is_chief",
 }
-# parts of the names of objects whose step() does not train parameters
+# substrings in the names of objects whose step() does not train parameters
 SCHEDULERS = ("sched", "lr", "warmup", "prof", "ema")
-# names of objects that are constant during training by convention
+# names of objects that, by convention, do not change during training
 ARGUMENTS = {"args", "opts", "options", "config", "cfg", "environ"}
 Loop = ast.For | ast.While
 
 
 def calls_in(tree: ast.AST) -> Iterator[CommitCall]:
-    """Yield a `CommitCall` for each call of commit() in a syntax tree."""
+    """Yield a `CommitCall` for each commit() call in a syntax tree."""
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Name | ast.Attribute) or name_of(node) not in NAMES:
@@ -80,7 +82,7 @@ def _ranks(test: ast.expr) -> bool:
 
 
 def _steps(loop: Loop) -> bool:
-    """Return whether this loop calls an optimizer's step() outside of nested loops."""
+    """Return whether this loop itself, outside of nested loops, calls an optimizer's step()."""
     within = [each for each in ast.walk(loop) if isinstance(each, Loop) and each is not loop]
     return calls_step(loop) and not any(map(calls_step, within))
 
@@ -96,7 +98,7 @@ def calls_step(tree: ast.AST) -> bool:
 
 
 def _constant(test: ast.expr, loop: Loop) -> bool:
-    """Return whether a condition has the same value in each iteration of the loop."""
+    """Return whether a condition has the same value in every iteration of the loop."""
     stored = {
         name_of(each)
         for each in ast.walk(loop)
@@ -116,5 +118,5 @@ def _constant(test: ast.expr, loop: Loop) -> bool:
 
 
 def name_of(node: ast.AST) -> str:
-    """Return the last name or attribute of an expression such as ``a.b.c``. Empty for other expressions."""
+    """Return the last name or attribute of an expression, such as ``c`` for ``a.b.c``. Empty for other expressions."""
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")

@@ -1,6 +1,6 @@
-"""Detection of mistakes in a training script, from observations of its steps. Pure: no I/O, no clock.
+"""Detects mistakes in a training script from observations of its steps. Pure: no I/O, no clock.
 
-These mistakes raise no error as long as no worker fails, but make the training wrong after a failure, or from the
+These mistakes raise no error while all workers run, but make the training wrong after a failure, or even from the
 start. docs/script-checks.md describes each kind.
 """
 
@@ -16,7 +16,7 @@ PAGE = "script-checks"
 
 
 class Kind(enum.Enum):
-    """Kind of mistake. The values are anchors in docs/script-checks.md."""
+    """Kind of mistake. Each value is an anchor in docs/script-checks.md."""
 
     NO_COMMIT = "no-commit"
     COMMIT_ON_SOME_RANKS = "commit-on-some-ranks"
@@ -34,12 +34,12 @@ class Kind(enum.Enum):
 
 
 class CommitCall(enum.Enum):
-    """Situation in which a script calls commit()."""
+    """Where a script calls commit(), and under which condition."""
 
     EACH_STEP = (
         enum.auto()
-    )  # in the loop that calls step(), under no condition that can change within it
-    SOME_STEPS = enum.auto()  # elsewhere, or under a condition that can become true later
+    )  # in the loop that calls step(), without a condition that can change in the loop
+    SOME_STEPS = enum.auto()  # elsewhere, or under a condition that may become true later
     SOME_RANKS = enum.auto()  # under a condition on the rank
 
 
@@ -53,7 +53,7 @@ class RestartingLoop:
 
 @dataclass(frozen=True)
 class UsedPart:
-    """Object that the training uses: its class, and whether it is in the state."""
+    """Object that the training uses: name of its class, and whether it is in the state."""
 
     name: str
     in_state: bool
@@ -61,20 +61,21 @@ class UsedPart:
 
 @dataclass(frozen=True)
 class Trained:
-    """Optimizer that has stepped.
+    """Optimizer that has taken steps.
 
-    ``uncovered`` is the number of its ``parameters`` that do not belong to a model in the state.
+    Of its ``parameters``, ``uncovered`` do not belong to a model in the state.
     """
 
     name: str
     in_state: bool
     parameters: int
     uncovered: int
-    example: str = ""  # the name of an uncovered parameter, or its shape
+    example: str = ""  # name or shape of one of the uncovered parameters
     # number of elements of the smallest parameter with more than one element and a dense gradient, or 0 if unknown
     smallest: int = 0
-    member: str = ""  # code for the message that passes the object to a state; by default for torch
-    # remedy in the message for gradients that are not reduced
+    # code that passes the model or optimizer to a state, for the message; empty means the code for torch
+    member: str = ""
+    # remedy for gradients that are not reduced, for the message
     remedy: str = (
         "wrap the optimizer in hvd.DistributedOptimizer, the tape in hvd.DistributedGradientTape, or the model in"
         " DistributedDataParallel"
@@ -83,34 +84,36 @@ class Trained:
 
 @dataclass(frozen=True)
 class UsedLoader:
-    """Loader that provides the batches of the steps.
+    """Data loader that provides the batches of the steps.
 
     Args:
-        keeps_position: whether the loader's class can resume within an epoch.
+        keeps_position: whether the loader's class can resume in the middle of an epoch.
     """
 
     name: str
     in_state: bool
     keeps_position: bool
     sampler: str = ""
-    kept: str = ""  # attributes of the sampler that contain the rank and size of a particular world
+    # attributes of the sampler that have the rank or size of a particular world as their value
+    kept: str = ""
     remedy: str = "read hvd.rank() and hvd.size() in __iter__, or use elastic.data.DataLoader"
 
 
 @dataclass(frozen=True)
 class ScriptObservation:
-    """Observations of one process in the last ``steps`` steps of its optimizers."""
+    """Observations in one process of the last ``steps`` steps of its optimizers."""
 
     steps: int
     world_size: int
     commits: int
-    calls: tuple[CommitCall, ...]  # calls of commit() in the source of the script
-    recovered: bool  # whether a worker was lost since training began
-    collectives: int  # number of collectives and other calls that may have changed tensors
-    # number of elements of the largest tensor in a collective between two steps; None if unknown
+    calls: tuple[CommitCall, ...]  # commit() calls in the script's source
+    recovered: bool  # whether a worker has been lost since training began
+    collectives: int  # number of collectives, and of other calls that may have changed tensors
+    # number of elements of the largest tensor in any collective between two steps; None if unknown
     largest_moved: int | None
-    restarts: RestartingLoop | None  # the loop around commit() whose counter is not in the state
-    # whether the state has a class of this package, which saves exactly its members
+    # loop around commit() whose counter is not in the state, or None
+    restarts: RestartingLoop | None
+    # whether the state is of a class of this package, which saves exactly its members
     keeps_members: bool
     optimizers: tuple[Trained, ...] = ()
     schedulers: tuple[UsedPart, ...] = ()
@@ -121,19 +124,19 @@ class ScriptObservation:
 
 @dataclass(frozen=True)
 class Mistake:
-    """Mistake in a script. ``facts`` are the values that are inserted into its message."""
+    """Mistake in a script. ``facts`` are the values to insert into its message."""
 
     kind: Kind
     facts: tuple[tuple[str, Any], ...] = ()
 
     @property
     def sentence(self) -> str:
-        """Return a sentence that states the mistake, its consequence, and the remedy."""
+        """Return a sentence with the mistake, its consequence and the remedy."""
         return f"{_SENTENCES[self.kind].format(**dict(self.facts))} (elasticrun docs {PAGE}#{self.kind.value})"
 
 
 def found(seen: ScriptObservation) -> list[Mistake]:
-    """Return the mistakes, at most one of each kind."""
+    """Return the mistakes in an observation, at most one of each kind."""
     made = [*_commits(seen), *_reductions(seen), *_loaders(seen)]
     if seen.restarts is not None:
         made.append(
@@ -145,7 +148,7 @@ def found(seen: ScriptObservation) -> list[Mistake]:
 
 
 def unreported(made: Iterable[Mistake], reported: Collection[Kind]) -> list[Mistake]:
-    """Return the mistakes whose cause was not reported before, under the same or another kind."""
+    """Return the mistakes whose cause has not been reported yet, under the same or another kind."""
     causes = {_CAUSES.get(kind, kind) for kind in reported}
     return [each for each in made if _CAUSES.get(each.kind, each.kind) not in causes]
 
@@ -154,7 +157,7 @@ def _commits(seen: ScriptObservation) -> Iterable[Mistake]:
     if seen.calls and {*seen.calls} == {CommitCall.SOME_RANKS}:
         yield _mistake(Kind.COMMIT_ON_SOME_RANKS)
         return
-    # A script may commit once per epoch, after these steps. Missing commits are then visible only after a loss.
+    # A script may commit once per epoch, after the observed steps, so report missing commits only after a loss.
     due = seen.recovered or not seen.calls or CommitCall.EACH_STEP in seen.calls
     if seen.commits == 0 and due:
         yield _mistake(Kind.NO_COMMIT, steps=seen.steps)
@@ -170,11 +173,12 @@ def _reductions(seen: ScriptObservation) -> Iterable[Mistake]:
         "optimizer": first.name,
         "remedy": first.remedy,
     }
-    # A single collective, or collectives without tensors, may come from a loader that negotiates its position.
+    # If the steps have only one collective, or only ones without tensors, those may come from a loader that negotiates
+    # its position.
     if seen.collectives < 2 or seen.largest_moved == 0:
         yield _mistake(Kind.NEVER_REDUCED, **facts)
         return
-    # Any tensor that contains the gradient of the smallest parameter, packed or not, is at least as large as this
+    # A tensor that contains the gradient of the smallest parameter, alone or with others, is at least as large as that
     # gradient.
     known = [each.smallest for each in seen.optimizers if each.smallest]
     if known and seen.largest_moved is not None and seen.largest_moved < min(known):
@@ -230,8 +234,8 @@ def _mistake(kind: Kind, **facts: Any) -> Mistake:
     return Mistake(kind, tuple(facts.items()))
 
 
-# With a plain optimizer, the kind of mistake that is observed differs between the first steps and those after a
-# failure.
+# Kinds with the same cause: with a plain optimizer, different kinds of mistake are observed in the first steps and in
+# those after a failure.
 _CAUSES = {Kind.ONLY_LOSS_REDUCED: Kind.NEVER_REDUCED}
 
 _SENTENCES = {

@@ -1,7 +1,7 @@
-"""Observation of a training function's first steps, and report of the mistakes found.
+"""Observes a training function's first steps, and reports the mistakes found.
 
-After the check, the step hook returns immediately but stays installed until the training ends, because torch iterates
-over its hooks while they run, so a hook must not remove another one.
+After the check, the step hook stays installed until the training ends, and only returns. It can't be removed earlier:
+torch iterates over its hooks while they run, so a hook must not remove one.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ from elastic.state.state import ObjectState, State, has_custom_sync
 
 TAKES_STEPS = (
     STEPS // 2
-)  # minimum number of steps with batches of a loader that counts as the training loader
-PLACES = ("rank", "num_replicas", "world_size")  # attributes of a sampler with rank and size
-DEPTH = 3  # maximum number of nested wrappers around a member
+)  # number of steps with batches from a loader after which it counts as the training loader
+# attributes of a sampler that contain a rank or a size
+PLACES = ("rank", "num_replicas", "world_size")
+DEPTH = 3  # maximum number of nested wrappers around a member of the state
 OURS = ("elastic", "horovod")
 
 
 class ScriptObserver:
-    """Observer of one training. Methods must be called from the training thread."""
+    """Observes one training. All methods must be called from the training thread."""
 
     def __init__(self, rt: WorkerRuntime, state: State, function: Callable[..., Any]) -> None:
         self._rt = rt
@@ -63,11 +64,12 @@ class ScriptObserver:
         self._recovered = False
         self._handle: Any = None
         self._observes = False
-        self._steps: Counter[int] = Counter()  # number of steps, by optimizer
+        self._steps: Counter[int] = Counter()  # number of steps of each optimizer, by its ID
         self._stepping: dict[int, torch.optim.Optimizer] = {}
-        self._loaders: Counter[int] = Counter()  # number of steps, by data set
+        # number of steps with batches from each data set, by its ID
+        self._loaders: Counter[int] = Counter()
         self._sources: dict[int, tuple[Any, Any]] = {}
-        self._latest: tuple[Any, Any] | None = None  # data set and sampler of the last batch
+        self._latest: tuple[Any, Any] | None = None  # data set and sampler of the latest batch
         self._positions: dict[int, tuple[weakref.ref[DataLoader], Any, int]] = {}
         self._before: list[weakref.ref[Any]] = []
         self._windows = 0
@@ -78,10 +80,10 @@ class ScriptObserver:
     # ---- interface for elastic.run -----------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """Find all relevant objects that exist before the training, in one scan of the heap.
+        """Find all relevant objects that exist before training, in a single scan of the heap.
 
         The scan takes 80 ms with torch, and more with the half million objects of TensorFlow. It runs before the worker
-        asks for a world, because the other ranks would otherwise wait for this worker in their next collective.
+        waits for a world: later, the other ranks would wait for this worker in their next collective.
         """
         members = LRScheduler, torch.amp.GradScaler, AveragedModel
         kinds = [each for source in self._sources_of_steps for each in source.classes()]
@@ -91,11 +93,11 @@ class ScriptObserver:
             source.meet(found)
         if self._before:
             del found
-            gc.collect()  # Frees objects that the script has dropped.
+            gc.collect()  # free objects that the script has dropped
 
     def begin(self) -> None:
-        """Start observing, before the training function is called for the first time or in a new world."""
-        # a ZeroRedundancyOptimizer has a different inner optimizer in each world
+        """Start observing. Called before the training function is called, in each world."""
+        # A ZeroRedundancyOptimizer has a different inner optimizer in each world, so forget the observed ones.
         self._stepping.clear()
         if self._observes or self._windows > self._recovered:
             return
@@ -113,7 +115,7 @@ class ScriptObserver:
             source.observe(self._counts, (self._rt.place.rank, self._rt.place.size))
 
     def recovered(self) -> None:
-        """Check once more after the first failed world."""
+        """Check again after the first failed world, because some mistakes are visible only then."""
         if not self._recovered:
             self._recovered = True
             checked = not self._observes
@@ -122,7 +124,7 @@ class ScriptObserver:
                 self._report(replace(self._seen(STEPS), loaders=()))
 
     def end(self) -> None:
-        """Stop observing at the end of the training."""
+        """Stop observing. Called when the training ends."""
         self._forget()
         if self._handle is not None:
             self._handle.remove()
@@ -162,7 +164,7 @@ class ScriptObserver:
 
     def _counts(self, optimizer: object) -> None:
         if not self._steps:
-            # collectives before the first step are not reductions of gradients
+            # Collectives before the first step do not reduce gradients.
             moved_tensors.observe()
         self._steps[id(optimizer)] += 1
         steps = self._steps[id(optimizer)]
@@ -251,11 +253,11 @@ class ScriptObserver:
             sampler = getattr(by, "sampler", by)
             stream = isinstance(dataset, torch_data.IterableDataset)
             if id(dataset) in inside and hasattr(dataset, "state_dict"):
-                continue  # The data set maintains its position itself.
+                continue  # The data set itself keeps its position in the state.
             if isinstance(sampler, ElasticSampler):
                 yield UsedLoader("DataLoader", id(sampler) in inside, True, _name(sampler))
             elif any(_is_ours(each) for each in (dataset, by, sampler)):
-                continue  # used internally by elastic.data.DataLoader
+                continue  # These are used internally by elastic.data.DataLoader.
             elif kept := [] if stream or _follows(sampler) else _kept(sampler):
                 yield UsedLoader("DataLoader", False, True, _name(sampler), ", ".join(kept))
             elif stream or _follows(sampler):
@@ -268,7 +270,7 @@ class ScriptObserver:
                 yield UsedLoader(_name(loader), loader.in_state, True)
 
     def _own_position(self) -> bool:
-        """Return whether the state counts batches, from which a script can restore its position."""
+        """Return whether the state contains a count of batches, from which the script can restore its position."""
         return any(
             "batch" in name and isinstance(value, int) for name, value in vars(self._state).items()
         )
@@ -276,7 +278,7 @@ class ScriptObserver:
     # ---- report ------------------------------------------------------------------------------------------------------
 
     def _report(self, seen: ScriptObservation) -> None:
-        """Print new mistakes on rank 0, and report them to the driver. Raises ScriptMistakes if --strict was passed."""
+        """Print new mistakes on rank 0, and report them to the driver. With --strict, raise ScriptMistakes instead."""
         new = mistakes.unreported(mistakes.found(seen), self._reported)
         self._reported |= {each.kind for each in new}
         if new and self._rt.env.strict:
@@ -291,7 +293,7 @@ class ScriptObserver:
 def observing(
     rt: WorkerRuntime, state: State, function: Callable[..., Any]
 ) -> Iterator[ScriptObserver | None]:
-    """Context manager that observes one training. Yields None if nothing is checked.
+    """Observe one training, within a context. Yields the observer, or None if nothing is checked.
 
     Nothing is checked in static jobs, in training functions of this package, and with ``ELASTIC_CHECKS=off``.
     """
@@ -308,7 +310,7 @@ def observing(
 
 
 def _keeps_members(state: State) -> bool:
-    """Return whether commits consist of exactly the state's members, and no member is an unknown kind of tensor."""
+    """Return whether commits contain exactly the state's members, and no member is an unknown kind of tensor."""
     if not isinstance(state, ObjectState) or has_custom_sync(state):
         return False
     kind = type(state)
@@ -325,9 +327,9 @@ def _is_tensor(value: object) -> bool:
 
 
 def _smallest(parameters: Sequence[torch.Tensor]) -> int:
-    """Return the size of the smallest parameter with more than one element and a dense gradient.
+    """Return the number of elements of the smallest parameter with more than one element and a dense gradient.
 
-    Return 0 if it is unknown, as for DTensors.
+    Return 0 if it is unknown, as with DTensors.
     """
     whole = (torch.nn.Parameter, torch.Tensor)
     found = [
@@ -353,7 +355,7 @@ def _held(value: Any) -> Iterator[Any]:
         yield as_written(value)
         return
     if isinstance(value, torch_data.DataLoader):
-        return  # Objects without attributes cannot be in a state.
+        return  # An object without attributes cannot be in a state.
     for each in list(getattr(value, "__dict__", {}).values()):
         for inner in each if isinstance(each, list | tuple) else [each]:
             if hasattr(inner, "state_dict") or hasattr(inner, "__dict__"):
@@ -361,7 +363,7 @@ def _held(value: Any) -> Iterator[Any]:
 
 
 def live_objects(*kinds: type) -> list[Any]:
-    """Return all live objects of these classes and their subclasses."""
+    """Return all live objects that are instances of these classes or their subclasses."""
     classes: set[type] = set()
     waiting = list(kinds)
     while waiting:
@@ -381,15 +383,17 @@ def _is_ours(value: object) -> bool:
 
 
 def _kept(sampler: object) -> list[str]:
-    """Return the attributes of a sampler, such as ``rank=1``, that match a rank or a size of the world by name and
-    value.
+    """Return the attributes of a sampler, such as ``rank=1``, whose name and value match a rank or a size of the
+    world.
     """
     values = getattr(sampler, "__dict__", {})
     return [f"{n}={values[n]}" for n in PLACES if isinstance(values.get(n), int)]
 
 
 def _follows(sampler: object) -> bool:
-    """Return whether the sampler is a torch sampler, or follows the world like torch's DistributedSampler."""
+    """Return whether the sampler follows the world: a torch sampler, or one that behaves like torch's
+    DistributedSampler.
+    """
     own = type(sampler).__module__.startswith("torch.utils.data")
     return own or following_samplers.follows(sampler)
 

@@ -1,10 +1,10 @@
-"""Detection of loops around ``commit()`` that restart whenever ``elastic.run`` calls the training function.
+"""Finds loops around ``commit()`` that start from the beginning whenever ``elastic.run`` calls the training function.
 
 Pure: no I/O, no clock.
 
-Checked are the loops in the training function, and in functions of the script that receive the state outside of any
-loop that the state may control. In case of doubt, for example if anything in the loop depends on the state, no loop is
-reported.
+The check covers the loops in the training function, and in functions of the script that receive the state outside of
+any loop that the state may control. In case of doubt, for example if anything in a loop depends on the state, the loop
+is not reported.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from elastic.script_checks.commit_calls import Loop, calls_step, has_commit, nam
 from elastic.script_checks.mistakes import RestartingLoop
 
 COUNTING = ("range", "trange")
-# functions that may wrap a range in a for statement
+# names of functions that may wrap a range in a for statement
 WRAPPERS = ("enumerate", "reversed", "tqdm", "track")
-DEPTH = 4  # maximum depth of nested calls to follow
+DEPTH = 4  # maximum depth of function calls to follow
 _SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 
 @dataclass(frozen=True)
 class Definition:
-    """Function of the script, with its syntax tree.
+    """Function of the script, with the information that the analysis needs.
 
     Args:
         node: syntax tree of the function.
-        called: called with a name or attribute. Returns the function of this name, or None if it is unknown.
+        called: called with a name or attribute; returns the function of this name, or None if it is unknown.
         committing: names of other functions in the same file that call commit().
     """
 
@@ -70,9 +70,9 @@ def _judge(of: Definition, given: set[str], depth: int) -> RestartingLoop | None
 
 
 def _outside_of_loops(node: ast.AST, state: set[str]) -> Iterator[ast.AST]:
-    """Yield the loops and calls that run on every call of the function.
+    """Yield the loops and calls that every call of the function executes.
 
-    Also yields the loops and calls in the body of a ``while True`` with a ``break``, because such a loop usually
+    This includes the loops and calls in the body of a ``while True`` with a ``break``, because such a loop usually
     retries its body after an exception.
     """
     for child in ast.iter_child_nodes(node):
@@ -221,7 +221,7 @@ def _depends(loop: Loop, state: set[str]) -> bool:
 
 
 def _skips(loop: ast.For) -> bool:
-    """Return whether the loop compares its counter with a variable to skip iterations, as in ``if epoch < first``."""
+    """Return whether the loop skips iterations by comparing its counter with a variable, as in ``if epoch < first``."""
     number = {each.id for each in ast.walk(loop.target) if isinstance(each, ast.Name)}
     for each in _own(loop):
         if isinstance(each, ast.If) and any(isinstance(i, ast.Continue) for i in ast.walk(each)):

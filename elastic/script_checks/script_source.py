@@ -1,4 +1,4 @@
-"""Analysis of a script's source, if it matches the running code: calls of ``commit()`` and restarting loops."""
+"""Analyzes a script's source, if it matches the running code, for ``commit()`` calls and restarting loops."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from elastic.script_checks.restarting_loops import Definition
 
 
 def commits(function: Callable[..., Any]) -> list[CommitCall]:
-    """Return when the training function calls commit() or, if it does not, all loaded modules of the script.
+    """Return the commit() calls of the training function or, if it has none, of all loaded modules of the script.
 
-    If a file is unreadable or has changed, it may contain calls, and the result is SOME_STEPS.
+    If a file is unreadable or has changed, it may contain calls, so the result is SOME_STEPS.
     """
     code = inspect.unwrap(function).__code__ if inspect.isfunction(function) else None
     if code is not None:
@@ -30,14 +30,14 @@ def commits(function: Callable[..., Any]) -> list[CommitCall]:
         if own:
             return own
         if definition is None and _names(code):
-            # The source file is missing or was edited.
+            # The source file is missing, or was edited after it was loaded.
             return [CommitCall.SOME_STEPS]
     began_at = process_began_at()
     return [when for file in script_files(sys.modules) for when in _of_file(Path(file), began_at)]
 
 
 def restarting_loop(function: Callable[..., Any]) -> RestartingLoop | None:
-    """Return the loop that `restarting_loops` finds, starting from the training function, or None."""
+    """Return the loop that `restarting_loops` finds in the training function or in functions that it calls, or None."""
     if not inspect.isfunction(function):
         return None
     training = Sources().definition(inspect.unwrap(function))
@@ -45,15 +45,16 @@ def restarting_loop(function: Callable[..., Any]) -> RestartingLoop | None:
 
 
 class Sources:
-    """Cache of the syntax trees of functions, by code object. Each file is read once."""
+    """Cache of the syntax trees of functions, by code object. Reads each file once."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[ast.Module, frozenset[CodeType]]] = {}
 
     def of(self, code: CodeType) -> ast.FunctionDef | None:
-        """Return the syntax tree of a function. Return None if its file is unreadable or differs from the running code.
+        """Return a function's syntax tree, or None if its file is unreadable or differs from the running code.
 
-        Modification times do not show this, because a script may be edited at any time after Python has read it.
+        The code itself is compared, because a modification time does not tell whether a script was edited before or
+        after Python read it.
         """
         tree, compiled = self._file(code.co_filename)
         if code not in compiled:
@@ -68,7 +69,7 @@ class Sources:
     def definition(self, function: FunctionType) -> Definition | None:
         """Return a function together with the functions that it calls.
 
-        Return None if its file is unreadable or differs from the running code.
+        Return None if the function's file is unreadable or differs from the running code.
         """
         code = function.__code__
         node = self.of(code)
@@ -109,7 +110,7 @@ class Sources:
 
 
 def committing(tree: ast.AST, without: ast.AST) -> frozenset[str]:
-    """Return the names of the functions in a file that call commit(), except for one."""
+    """Return the names of all functions in a file that call commit(), except a given one."""
     return frozenset(
         each.name
         for each in ast.walk(tree)

@@ -1,6 +1,6 @@
-"""Interface for observing optimizer steps in frameworks other than torch.
+"""Interface through which frameworks other than torch let optimizer steps be observed.
 
-The module of each framework registers its observer when it is imported.
+Each framework's module registers its observer when it is imported.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from elastic.state.state import State
 
 
 class StepSource(Protocol):
-    """Observer of one training of one framework. Methods must be called from the training thread."""
+    """Observes one training in one framework. All methods must be called from the training thread."""
 
     def classes(self) -> list[type]:
-        """Return the classes whose instances are passed to `meet`, including those of subclasses."""
+        """Return the classes whose instances, including those of subclasses, are passed to `meet`."""
 
     def meet(self, found: Iterable[Any]) -> None:
-        """Receive the objects that exist before the training."""
+        """Receive the relevant objects that exist before the training."""
 
     def observe(self, stepped: Callable[[object], None], world: tuple[int, int]) -> None:
         """Start calling ``stepped`` with the optimizer after each step. ``stepped`` may raise.
 
         Args:
-            stepped: the function to call.
+            stepped: function to call with the optimizer that has stepped.
             world: rank and size of the current world.
         """
 
@@ -33,10 +33,10 @@ class StepSource(Protocol):
         """Stop observing, and drop all references to the script's objects."""
 
     def optimizers(self, state: State) -> Iterator[Trained]:
-        """Yield the optimizers that have stepped."""
+        """Yield the optimizers that have taken steps."""
 
     def loaders(self, state: State) -> Iterator[UsedLoader]:
-        """Yield the data sets of the steps' batches, if they are known."""
+        """Yield the loaders that provide the steps' batches, if they are known."""
 
 
 makers: list[Callable[[], StepSource]] = []

@@ -1,8 +1,8 @@
-"""Mesh shape (numbers of shards and replicas) in a world with hybrid sharding (HSDP). Pure: no I/O, no clock.
+"""Shape of the device mesh (numbers of shards and replicas) with hybrid sharding (HSDP). Pure: no I/O, no clock.
 
 Ranks form a mesh of replicas by shards, in row-major order: each row of ranks holds the complete state, and each column
-holds one shard. Without replicas, the mesh has a single row and each rank has its own shard. ``order`` is the rank at
-each mesh position.
+holds one shard. Without replicas, the mesh has a single row and each rank has its own shard. ``order`` lists the rank
+at each mesh position.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class MeshShape(NamedTuple):
 def mesh_shape(size: int, least: int) -> MeshShape:
     """Return the mesh shape with the most replicas that uses all ranks and has at least ``least`` shards.
 
-    A prime number of ranks gives a single replica, unless ``least`` is 1.
+    With a prime number of ranks there is a single replica, unless ``least`` is 1.
 
     Raises:
         Invalid: there are fewer than ``least`` ranks.
@@ -37,13 +37,13 @@ def mesh_shape(size: int, least: int) -> MeshShape:
 
 
 def columns(order: Sequence[int], shards: int) -> list[tuple[int, ...]]:
-    """Return the ranks that hold each shard. Each replica has one rank per shard."""
+    """Return the ranks that hold each shard: one rank in each replica."""
     return [tuple(order[shard::shards]) for shard in range(shards)]
 
 
 def sender(column: Sequence[int], shard: int) -> int:
-    """Return the rank of a column that sends the shard to the ranks that keep a copy.
+    """Return the rank of a column that sends its shard to the ranks that keep a copy.
 
-    Senders of different shards are in different rows, so that the work is spread over hosts.
+    Senders of different shards are in different rows, which spreads the work over the hosts.
     """
     return column[shard % len(column)]

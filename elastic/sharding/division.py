@@ -10,14 +10,14 @@ from elastic.sharding.rows import owners
 
 @dataclass(frozen=True)
 class Division:
-    """Assignment of a state's shards to the ranks of one world, with this rank's place in it.
+    """Assignment of a state's shards to the ranks of one world, as seen from one rank.
 
     Args:
-        order: the rank at each mesh position, row by row (replicas by shards).
+        order: rank at each position of the mesh (replicas by shards), row by row.
         rank: this rank.
         shards: number of shards.
-        replicated: whether the mesh has a dimension of replicas, even of size 1.
-        unchanged: whether the previous world had the same ranks in the same, ascending order.
+        replicated: whether the mesh has a replica dimension, even of size 1.
+        unchanged: whether the ranks are in ascending order, and the previous world had the same ones.
     """
 
     order: tuple[int, ...]
@@ -31,11 +31,11 @@ class Division:
         """Create a division with one shard per rank.
 
         Args:
-            order: the rank of each shard.
+            order: rank of each shard, in shard order.
         """
         return cls(tuple(order), rank, len(order))
 
     @property
     def shard(self) -> int:
-        """Return the shard of this rank."""
+        """Return the shard that this rank holds."""
         return owners(self.order, self.shards)[self.rank]

@@ -1,10 +1,11 @@
-"""State of a rank's two snapshot buffers (banks), to which it writes commits alternately. Pure: no I/O, no clock.
+"""State of a rank's two snapshot buffers, to which commits are written alternately. Pure: no I/O, no clock.
 
     begin --> WRITING --copied--> OWN --mirrored--> MIRRORED --sealed--> the base of the next commit
                  (on any of these: discard)
 
-A commit is sealed once all ranks have copied and mirrored it. The bank of the newest sealed commit, the base, is not
-overwritten until another commit is sealed. Whenever a rank is lost, all other ranks therefore have at least the base.
+A commit is sealed once all ranks have copied and mirrored it. The buffer with the newest sealed commit, the base, is
+not overwritten until another commit is sealed. Whenever a rank is lost, all other ranks therefore hold at least the
+base.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from elastic.sharding.shard_inventory import CommitId, HeldShard, Inventory
 
 
 class BufferState(enum.IntEnum):
-    """Progress of the commit in a bank."""
+    """Progress of the commit in a buffer."""
 
-    WRITING = 0  # no part is complete
+    WRITING = 0  # no shard is complete
     OWN = 1  # this rank's shard is complete
-    MIRRORED = 2  # the copies of other ranks' shards are complete as well
+    MIRRORED = 2  # copies of other ranks' shards are complete as well
 
 
 @dataclass
 class BufferRecord:
-    """Contents of one snapshot buffer: ``shard`` of this rank, and ``copies`` of other shards."""
+    """Contents of one snapshot buffer: this rank's ``shard``, and ``copies`` of other ranks' shards."""
 
     commit: CommitId
     shards: int
@@ -49,9 +50,9 @@ class DoubleBuffer:
     """The two snapshot buffers of one rank.
 
     Attributes:
-        base: the bank that must not be overwritten, or None until a commit is sealed.
-        newest_sealed: the newest commit known to be sealed, even if a later world has restored another commit. None for
-            the initial state (generation 0), which each rank commits alone.
+        base: index of the buffer that must not be overwritten, or None until a commit is sealed.
+        newest_sealed: newest commit known to be sealed, even if a later world has restored another one. None for the
+            initial state (generation 0), which each rank commits alone.
     """
 
     banks: list[BufferRecord | None] = field(default_factory=lambda: [None, None])
@@ -60,7 +61,7 @@ class DoubleBuffer:
     newest_sealed: CommitId | None = None
 
     def begin(self, record: BufferRecord) -> int:
-        """Begin a commit. Return the bank to write it to."""
+        """Begin a commit. Return the index of the buffer to write it to."""
         bank = self._free()
         self.banks[bank] = record
         self.writing = bank
@@ -70,33 +71,33 @@ class DoubleBuffer:
         return 0 if self.base is None else 1 - self.base
 
     def copied(self) -> None:
-        """Record that this rank's shard is in the bank."""
+        """Record that this rank's shard was copied to the buffer."""
         self.written().state = BufferState.OWN
 
     def mirrored(self) -> None:
-        """Record that the copies of other ranks' shards are in the bank."""
+        """Record that the copies of other ranks' shards are complete in the buffer."""
         self.written().state = BufferState.MIRRORED
 
     def sealed(self) -> None:
-        """Record that all ranks have copied and mirrored the commit. The other bank is then free."""
+        """Record that all ranks have copied and mirrored the commit, so that the other buffer can be overwritten."""
         record = self.written()
         assert record.state is BufferState.MIRRORED, "sealed before it is mirrored"
         self.base, self.writing = self.writing, None
         self.newest_sealed = record.commit if record.commit.generation else None
 
     def discard(self) -> None:
-        """Drop the commit in progress, because its copy is invalid on some rank. Called on all ranks."""
+        """Discard the commit in progress on all ranks, because its copy is invalid on one of them."""
         assert self.writing is not None, "no commit was begun"
         self.banks[self.writing], self.writing = None, None
 
     def inventory(self) -> Inventory:
-        """Return the shards that this rank can send to other ranks."""
+        """Return the complete shards in both buffers, which this rank can send to other ranks."""
         return tuple(each for bank in self.banks if bank is not None for each in bank.held())
 
     def adopt(self, commit: CommitId) -> int | None:
-        """Restore this commit: make the bank with a shard of the commit the base, and return the bank.
+        """Restore a commit: make the buffer that contains it the base, and return the buffer's index.
 
-        Return None if no bank has such a shard.
+        Return None if no buffer contains a complete shard of this commit.
         """
         self.writing = None
         self.base = next(
@@ -105,7 +106,7 @@ class DoubleBuffer:
         return self.base
 
     def forget(self) -> None:
-        """Discard the contents of both banks."""
+        """Discard the contents of both buffers."""
         self.banks, self.base, self.writing = [None, None], None, None
         self.newest_sealed = None
 

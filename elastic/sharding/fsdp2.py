@@ -1,7 +1,7 @@
-"""Utilities for FSDP2 modules: list sharded parameters, check for support, and move parameters to another mesh.
+"""Utilities for FSDP2 modules: list sharded parameters, check that they are supported, and move them to another mesh.
 
-The module and its optimizer keep their parameter objects. The global size of each DTensor does not change. Only
-its local tensor and its spec are replaced. Private names of torch are used (see `tested_torch`).
+The module and its optimizer keep their parameter objects. Each DTensor keeps its global size; only its local tensor and
+its spec are replaced. Private names of torch are used (see `tested_torch`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic.sharding import operator_decisions, tested_torch
 
 
 def sharded_states(model: nn.Module) -> list[Any]:
-    """Return the FSDP2 states of a model's modules without duplicates. Empty if ``fully_shard`` was not applied."""
+    """Return the FSDP2 states of a model's modules, each once. Empty if ``fully_shard`` was not applied."""
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     if fsdp is None:
         return []
@@ -29,7 +29,7 @@ def sharded_states(model: nn.Module) -> list[Any]:
 
 
 def sharded_params(model: nn.Module) -> dict[str, Any]:
-    """Return torch's ``FSDPParam`` objects in module order, keyed by the parameter's first name in the model."""
+    """Return torch's ``FSDPParam`` objects in module order, keyed by the first name of the parameter in the model."""
     paths = {id(module): path for path, module in reversed([*model.named_modules()])}
     found = {}
     for group in groups(model):
@@ -41,7 +41,7 @@ def sharded_params(model: nn.Module) -> dict[str, Any]:
 
 
 def parameters(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters of a model that an optimizer may train. For fully sharded modules, these are the shards.
+    """Yield those parameters of a model that an optimizer may train: for fully sharded modules, the shards.
 
     After a forward pass, ``model.parameters()`` may yield gathered tensors instead.
     """

@@ -1,4 +1,4 @@
-"""Exchange of the differing calls of the ranks of a group. See `calls`."""
+"""Exchange in which the ranks of a group compare calls that may differ between them. See `calls`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TELL_S = 2.0
 def of_all(store: Store | None, group: Differing, mine: Called) -> list[Called]:
     """Return the calls of all ranks of the group, by rank.
 
-    If the other ranks do not answer in time, return only this rank's call.
+    If the other ranks do not answer within the timeout, only this rank's call is returned.
     """
     if store is None or not group.key:
         return [mine]

@@ -1,4 +1,4 @@
-"""Exception hook that suppresses tracebacks of errors that the driver has already reported."""
+"""Exception hook that suppresses the traceback of an error that the driver has already reported."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from elastic.protocol.uncaught.sending import DIAGNOSTICS
 def arrange() -> None:
     """Install a hook that suppresses the traceback of an uncaught `JobOver`. Idempotent.
 
-    With ``python -I`` and ``-E``, PYTHONPATH has no effect; in that case this also installs the hook that sends other
-    uncaught exceptions to the agent. A hook that the script has set itself is kept.
+    With ``python -I`` or ``-E``, PYTHONPATH has no effect, so this also installs the hook that sends other uncaught
+    exceptions to the agent. If the script has set a hook itself, that hook stays in place.
     """
     if sys.excepthook is sys.__excepthook__ and DIAGNOSTICS in os.environ:
         sitecustomize.leave_path(os.environ)

@@ -1,7 +1,7 @@
-"""Classification of exceptions caused by a GPU, its driver or NCCL rather than by the script, by type and error code.
+"""Recognizes exceptions that a GPU, its driver or NCCL has caused rather than the script, by type and error code.
 
-One fault of a host's fabric affects all its GPUs with the same message at the same commit. Two equal exceptions of this
-kind therefore do not prove an error of the script.
+A single fault in a host's GPU fabric makes all its GPUs fail with the same message at the same commit. Two equal
+exceptions of this kind therefore do not prove that the script is wrong.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import torch
 
 from elastic.errors import DeviceLost
 
-# CUDA error codes (cudaError_t) of faults in a device, its links or its driver. Faults of scripts are excluded: out of
-# memory, a missing device, an invalid launch, and assertions in kernels (710, for example an index out of range).
+# CUDA error codes (cudaError_t) for faults of a device, its links or its driver. Errors that scripts cause are
+# excluded: out of memory, a missing device, an invalid launch, and assertions in kernels (710, such as an index out of
+# range).
 _HARDWARE = {
     46,
     100,
@@ -34,7 +35,7 @@ _HARDWARE = {
 
 
 def at_fault(error: BaseException) -> bool:
-    """Return whether an exception that is about to end the process was caused by hardware."""
+    """Return whether hardware caused an exception that is about to end the process."""
     verdict = _verdict(error)
     if verdict is None:
         try:
