@@ -63,7 +63,7 @@ def obstacle(model: nn.Module) -> str | None:
     """Return the reason why a fully sharded model cannot be moved to another world, or None if it can."""
     if why := untested_version():
         return why
-    # Needed by `remesh`. Importing it there would add 0.2 s to the first recovery.
+    # `remesh` needs this module. Importing it only then would add 0.2 s to the first recovery.
     importlib.import_module("torch.distributed.tensor.debug")
     operator_decisions.remember()
     size = torch.distributed.get_world_size()
@@ -129,14 +129,14 @@ def _obstacle_of(group: Any, size: int) -> str | None:
 
 
 def abandon(model: nn.Module) -> None:
-    """Discard gathered parameters and gradients left by an interrupted forward or backward pass."""
+    """Discard the gathered parameters and the gradients that an interrupted forward or backward pass has left."""
     for state in sharded_states(model):
         for group in state._fsdp_param_groups:
-            group._all_gather_result = None  # Waiting for a failed collective raises an error.
+            group._all_gather_result = None  # waiting for a failed collective would raise an error
             for param in group.fsdp_params:
                 if "unsharded_accumulated_grad" in vars(
                     param
-                ):  # since torch 2.15, the gradient below
+                ):  # torch 2.15 and later keep the gradient here
                     param.unsharded_accumulated_grad = None
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
@@ -146,7 +146,7 @@ def abandon(model: nn.Module) -> None:
 
 
 def reshard(groups: Iterable[Any]) -> None:
-    """Free the parameters that a forward pass has left gathered in these groups, and register the shards again."""
+    """Free the parameters that a forward pass has gathered in these groups, and register the shards again."""
     for group in groups:
         if not group.is_sharded:
             group.reshard()
@@ -158,17 +158,19 @@ def mesh_of(model: nn.Module) -> Any:
 
 
 def shards_of(mesh: Any) -> tuple[int, int]:
-    """Return the number of shards of a mesh and the index of this rank's shard."""
+    """Return the number of shards of a mesh, and the index of this rank's shard."""
     return mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
 
 
 def lines_of(mesh: Any) -> list[tuple[int, ...]]:
-    """Return the ranks of each process group of a two-dimensional mesh. The columns come before the rows."""
+    """Return the ranks of each process group of a two-dimensional mesh: first the columns, then the rows."""
     return [tuple(line) for lines in (mesh.mesh.T, mesh.mesh) for line in lines.tolist()]
 
 
 def is_over_all(model: nn.Module, size: int, shard: int) -> bool:
-    """Return whether the mesh consists of all ``size`` ranks in order and this rank has the shard ``shard``."""
+    """Return whether the mesh consists of all ``size`` ranks in ascending order, and this rank holds shard
+    ``shard``.
+    """
     mesh = mesh_of(model)
     return bool(mesh.mesh.tolist() == list(range(size)) and mesh.get_local_rank() == shard)
 
@@ -177,8 +179,8 @@ def make_mesh(like: Any, order: Sequence[int]) -> Any:
     """Create a one-dimensional mesh over the current world. Collective.
 
     Args:
-        like: mesh from which device type and dimension names are copied.
-        order: the rank of each shard.
+        like: mesh to copy the device type and the dimension names from.
+        order: rank of each shard, in shard order.
     """
     from torch import distributed
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -192,11 +194,11 @@ def make_mesh(like: Any, order: Sequence[int]) -> Any:
 
 
 def make_hybrid_mesh(like: Any, order: Sequence[int], shards: int) -> Any:
-    """Create a mesh of replicas by ``shards`` over the current world. Collective.
+    """Create a mesh of replicas by shards over the current world. Collective.
 
     Args:
-        like: mesh from which the device type is copied, and the dimension names if it has two dimensions.
-        order: the rank at each place of the mesh, row by row.
+        like: mesh to copy the device type from, and the dimension names if it has two dimensions.
+        order: rank at each position of the mesh, row by row.
         shards: number of shards.
     """
     from torch import distributed
@@ -207,8 +209,9 @@ def make_hybrid_mesh(like: Any, order: Sequence[int], shards: int) -> Any:
     groups: list[Any] = [
         distributed.group.WORLD
         if line == list(range(len(order)))
-        # In mesh order, which is not rank order if a worker has taken over a shard. With local synchronization only the
-        # members create the group; otherwise all ranks would have to call new_group() for each row and column.
+        # The ranks are in mesh order, which differs from rank order if a worker has taken over a shard. With local
+        # synchronization, only the members create the group; otherwise all ranks would have to call new_group() for
+        # each row and column.
         else distributed.new_group(line, sort_ranks=False, use_local_synchronization=True)
         for line in (places[:, column].tolist(), places[row].tolist())
     ]
@@ -221,13 +224,13 @@ def remesh(model: nn.Module, mesh: Any) -> dict[str, torch.Tensor]:
     """Move the parameters to another mesh, in place.
 
     Returns:
-        The new local tensors by parameter name, not yet filled with values.
+        The new local tensors by parameter name. They are uninitialized.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     # Two meshes of the same ranks compare equal even if this process had another rank in one of them. DTensor's cache
-    # would then attach a mesh of an earlier world, with this process's old position, to the results of operators.
+    # would then give the results of operators a mesh of an earlier world, with this process's old position.
     _clear_sharding_prop_cache()
     info = (
         FSDPMeshInfo(mesh, shard_mesh_dim=0)
@@ -254,8 +257,8 @@ def _remesh_param(param: Any, info: Any) -> torch.Tensor:
         requires_grad=parameter.requires_grad,
     )
     model._fsdp_orig_uid = param._orig_param_uid  # type: ignore[attr-defined]
-    # The parameter that torch creates here is discarded. Creating it as a DTensor would propagate its sharding, which
-    # takes 1 ms for each shape.
+    # The parameter that torch creates here is not used. Creating it as a DTensor would also propagate its sharding,
+    # which takes 1 ms for each shape.
     param.to_sharded_dtensor = lambda local: local
     try:
         param._init_sharded_param(model, param.device, None, info)
@@ -270,7 +273,8 @@ def _remesh_param(param: Any, info: Any) -> torch.Tensor:
         pin_memory=param.pin_memory,
     )
     local = padded.narrow(0, 0, param.sharded_size[0])
-    padded[param.sharded_size[0] :].zero_()  # FSDP2 also gathers the padding of the last shard
+    # FSDP2 also gathers the padding of the last shard, so it must not contain NaN.
+    padded[param.sharded_size[0] :].zero_()
     param._sharded_param_data = padded.view(-1)
     parameter._local_tensor, parameter._spec = local, param._sharding_spec
     parameter.grad = None
@@ -278,7 +282,7 @@ def _remesh_param(param: Any, info: Any) -> torch.Tensor:
     param._setattr_on_modules(parameter)
     for tensor in param.all_gather_outputs:
         tensor.untyped_storage().resize_(0)
-    # The next all-gather recreates this, like the gathered parameter.
+    # The next all-gather recreates these outputs and the gathered parameter.
     param.all_gather_outputs = []
     if hasattr(param, "_unsharded_param"):
         del param._unsharded_param
@@ -286,7 +290,7 @@ def _remesh_param(param: Any, info: Any) -> torch.Tensor:
 
 
 def as_sharded(local: torch.Tensor, like: torch.Tensor, present: Any) -> Any:
-    """Return a DTensor with these local rows, sharded like the parameter ``like``.
+    """Return a DTensor that consists of these local rows and is sharded like the parameter ``like``.
 
     If ``present`` is a DTensor with the same shape and dtype, it is updated in place and returned.
     """
@@ -310,13 +314,16 @@ def as_sharded(local: torch.Tensor, like: torch.Tensor, present: Any) -> Any:
 
 
 def by_rows(tensor: Any) -> bool:
-    """Return whether a DTensor is sharded along its first dimension and replicated along any other mesh dimension."""
+    """Return whether a DTensor is sharded along its first dimension by one mesh dimension, and replicated along any
+    other.
+    """
     from torch.distributed.tensor import Shard
 
     *replicated, sharded = tensor.placements
     return (
         len(replicated) < 2
         and all(each.is_replicate() for each in replicated)
-        and type(sharded) is Shard  # a strided shard is a subclass
+        # type() and not isinstance(), because a strided shard is a subclass
+        and type(sharded) is Shard
         and sharded.dim == 0
     )

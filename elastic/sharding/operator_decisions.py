@@ -1,13 +1,13 @@
 """Reuse of DTensor's sharding decisions for elementwise operators after a change of the mesh.
 
 Before an operator runs on DTensors, torch decides whether arguments must be redistributed and how results are sharded.
-It decides once for each operator, shapes and mesh. After a change of the world, the first optimizer step therefore
-repeats all decisions, which takes 0.5 s for AdamW with ``foreach`` and 96 parameters.
+Torch makes each decision once per operator, shapes and mesh. After a change of the world, the mesh is new, so the first
+optimizer step repeats all decisions. This takes 0.5 s for AdamW with ``foreach`` and 96 parameters.
 
-If all tensors of an elementwise operator have the same sharding, the operator needs no communication in any mesh. The
-decision of torch in one mesh then holds in any other mesh with the same properties: which of its dimensions have a
-single rank, and whether each sharded dimension has at least as many rows as shards (see `_Query`). Private names of
-torch are used (see `tested_torch`).
+If all tensors of an elementwise operator have the same sharding, the operator needs no communication in any mesh.
+Torch's decision for one mesh then also holds for any other mesh in which the same dimensions have a single rank, and in
+which sharded tensors have enough rows for all shards in the same cases (see `_Query`). Private names of torch are used
+(see `tested_torch`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-Decide = Callable[[Any], Any]  # torch's OpSchema to its OutputSharding
+Decide = Callable[[Any], Any]  # maps torch's OpSchema to its OutputSharding
 
 
 def remember() -> None:
-    """Start reusing decisions in this process. Idempotent. Does not change any decision."""
+    """Start to reuse decisions in this process. Idempotent. The decisions themselves do not change."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._ops import _pointwise_ops as elementwise
 
@@ -35,11 +35,11 @@ def remember() -> None:
 
 
 class OperatorDecisions:
-    """Cache of torch's decisions, by operator and sharding of its tensors, for any mesh.
+    """Cache of torch's decisions for any mesh, by operator and by sharding of the tensors.
 
     Args:
-        decide: returns the decision of torch for a schema.
-        operators: the elementwise operators.
+        decide: function that returns torch's decision for a schema.
+        operators: elementwise operators, whose decisions are cached.
     """
 
     def __init__(self, decide: Decide, operators: set[Any]) -> None:
@@ -64,7 +64,7 @@ class _Query:
     """Mesh-independent form of an elementwise operator's schema.
 
     Attributes:
-        key: equal for schemas with equal decisions, or None if decisions for this schema are not reused.
+        key: equal for schemas with equal decisions. None if the decision for this schema can't be reused.
     """
 
     key: Hashable = None
@@ -75,7 +75,7 @@ class _Query:
         try:
             key = schema.op, self._form(schema.args_schema), self._form(schema.kwargs_schema)
             hash(key)
-        except (_NotReusable, TypeError):  # TypeError: an argument has no hash
+        except (_NotReusable, TypeError):  # TypeError: an argument is not hashable
             return
         if self._mesh is not None and self._placements is not None:
             self.key = key, tuple(size == 1 for size in self._mesh.shape)
@@ -91,7 +91,7 @@ class _Query:
             return tuple((name, self._form(each)) for name, each in value.items())
         if isinstance(value, torch.Tensor):
             raise _NotReusable
-        if isinstance(value, float):  # learning rates change in each step
+        if isinstance(value, float):  # only the type, because learning rates change in each step
             return float
         return type(value), value
 
@@ -110,20 +110,22 @@ class _Query:
         if placements != self._placements:
             raise _NotReusable
         if sum(not each.is_replicate() for each in placements) > 1:
-            raise _NotReusable  # the number of shards is a product of sizes
+            # two dimensions shard the tensor, so the number of shards is a product of sizes
+            raise _NotReusable
         return placements, spec.shard_order, meta, tuple(self._enough_rows(meta.shape, placements))
 
     def _enough_rows(self, shape: Any, placements: Any) -> Iterator[bool]:
         from torch.distributed.tensor import Shard
 
         for each, size in zip(placements, self._mesh.shape, strict=True):
-            if type(each) is Shard and type(shape[each.dim]) is int:  # not strided, not symbolic
+            # neither a strided shard nor a symbolic size
+            if type(each) is Shard and type(shape[each.dim]) is int:
                 yield shape[each.dim] >= size
             elif not each.is_replicate():
                 raise _NotReusable
 
     def is_local(self, decision: Any) -> bool:
-        """Return whether a decision needs no redistribution and shards results like the arguments."""
+        """Return whether a decision needs no redistribution, and shards the results like the arguments."""
         return (
             not decision.needs_redistribute
             and decision.redistribute_schema is None
@@ -134,7 +136,7 @@ class _Query:
         )
 
     def moved(self, spec: Any) -> Any:
-        """Return the specs of the results, moved to the mesh of this schema."""
+        """Return the same specs of results for the mesh of this schema."""
         if isinstance(spec, (list, tuple)):
             return type(spec)(map(self.moved, spec))
         if spec is None:
@@ -145,7 +147,7 @@ class _Query:
 
 
 class _NotReusable(Exception):
-    """Error raised when a decision depends on the mesh."""
+    """Error raised when a decision depends on the mesh and can't be reused."""
 
 
 def _listed(spec: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """Assignment of whole parameters to shards, as in torch's ZeroRedundancyOptimizer. Pure: no I/O, no clock.
 
-In each group, parameters are assigned in descending order of size, each to the shard with the fewest elements so far.
+In each parameter group, parameters are assigned in descending order of size, each to the shard with the fewest elements
+so far.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from elastic.sharding.rows import Rows, ShardedTensor
 
 @dataclass(frozen=True)
 class Partition:
-    """Assignment of parameters to shards.
+    """Assignment of whole parameters to shards.
 
     Args:
-        groups: the number of elements of each parameter, by group.
+        groups: number of elements of each parameter, by parameter group.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -25,7 +26,7 @@ class Partition:
     )
 
     def owners(self, shards: int) -> tuple[int, ...]:
-        """Return the shard of each parameter, numbered across the groups."""
+        """Return the shard of each parameter. Parameters are numbered consecutively across the groups."""
         found = self._known.get(shards)
         if found is None:
             found = self._known[shards] = _divided(self.groups, shards)
@@ -47,7 +48,7 @@ def _divided(groups: Sequence[Sequence[int]], shards: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionedTensor(ShardedTensor):
-    """Tensor whose rows are all in one shard, that of the parameter ``number``."""
+    """Tensor that one shard holds entirely: the shard of the parameter ``number``."""
 
     partition: Partition
     number: int

@@ -1,13 +1,14 @@
-"""Placement of the copies of each shard's commit on ranks other than its owner. Pure: no I/O, no clock.
+"""Placement of copies of each rank's shard on other ranks. Pure: no I/O, no clock.
 
 If possible, each copy of a shard is placed on a host that has no copy of it yet. With n copies, any n hosts can then
 fail at the same time. Among the eligible ranks, the one with the fewest copies is chosen. If all hosts have the same
 number of ranks, all ranks keep the same number of copies.
 
-The memory of a rank can outlive its process if other processes on the host map it. The loss of such a rank loses no
-data, so copies of its shard are placed only on other hosts.
+The memory of a rank outlives its process if other processes on the host map it. The loss of such a process loses no
+data, so copies of its shard are useful only on other hosts and placed only there.
 
-If several ranks own a shard, as replicas, each counts as a copy. A shard with enough replicas has no further copies.
+If several ranks own a shard, as replicas, each of them counts as a copy. No further copies are placed if a shard has
+enough replicas.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Collection, Hashable, Sequence
 
 from elastic.sharding.device_mesh import columns
 
-Placement = tuple[tuple[int, ...], ...]  # for each shard, the ranks that keep a copy
+Placement = tuple[tuple[int, ...], ...]  # ranks that keep a copy, for each shard
 
 
 def place_copies(
@@ -26,14 +27,14 @@ def place_copies(
     lasting: Sequence[bool] = (),
     shards: int | None = None,
 ) -> Placement:
-    """Return the ranks that keep a copy of each shard. Deterministic, so all ranks compute the same placement.
+    """Return the ranks that keep a copy of each shard. Deterministic, so that all ranks compute the same placement.
 
     Args:
-        order: the rank at each position of the mesh of replicas by shards.
-        hosts: the host of each rank.
+        order: rank at each position of the mesh of replicas by shards.
+        hosts: host of each rank.
         copies: number of copies of each shard in addition to the owner's, limited to the number of other ranks.
-        lasting: whether the memory of each rank outlives the rank's process. Default: False for all ranks.
-        shards: number of shards of the mesh. Default: each rank has its own shard.
+        lasting: whether the memory of each rank outlives its process (default: False for all ranks).
+        shards: number of shards of the mesh (default: each rank has its own shard).
     """
     size = len(hosts)
     held_by = columns(order, shards or len(order))
@@ -63,13 +64,13 @@ def place_copies(
 
 
 def lasting(machines: Sequence[Hashable], reached: Sequence[Collection[int]]) -> list[bool]:
-    """Return, for each rank, whether its memory survives the exit of its process.
+    """Return, for each rank, whether its memory outlives its process.
 
-    This requires other ranks on the same machine, all of which map the memory.
+    It does if there are other ranks on the same machine and all of them map the memory.
 
     Args:
-        machines: the machine of each rank, or None if the rank offers no memory.
-        reached: the ranks whose memory each rank maps.
+        machines: machine of each rank, or None if the rank offers no memory.
+        reached: ranks whose memory each rank maps.
     """
     found = []
     for rank, machine in enumerate(machines):
@@ -80,5 +81,5 @@ def lasting(machines: Sequence[Hashable], reached: Sequence[Collection[int]]) ->
 
 
 def copied_to(placement: Placement, rank: int) -> list[int]:
-    """Return the shards of which a rank keeps a copy."""
+    """Return the shards that a rank keeps copies of."""
     return [shard for shard, ranks in enumerate(placement) if rank in ranks]

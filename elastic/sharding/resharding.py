@@ -1,7 +1,7 @@
-"""Plan for redistributing a commit's shards in another world while sending few bytes. Pure: no I/O, no clock.
+"""Plan for moving a commit's shards to the ranks of another world while sending few bytes. Pure: no I/O, no clock.
 
 Rows that a rank already holds, as an owner or as a copy, are not sent. All other rows are sent by a rank on the same
-host that holds them, if one exists. Otherwise, the rank with the fewest bytes to send so far sends them.
+host if possible, and otherwise by that holder of the rows that has the fewest bytes to send so far.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from elastic.sharding.shard_inventory import WholeCommit
 
 
 class ReshardingMove(NamedTuple):
-    """Move of a tensor's rows from a shard of rank ``source`` to rank ``target``. Nothing is sent if both are equal."""
+    """Move of rows of a tensor from a shard on rank ``source`` to rank ``target``. If both are the same rank, nothing
+    is sent.
+    """
 
     tensor: int  # index of the tensor in the layout
-    shard: int  # index of the shard in the commit
+    shard: int  # index of the commit's shard that contains the rows
     rows: Rows
     source: int
     target: int
 
 
 def order_of_shards(whole: WholeCommit, tensors: Sequence[ShardedTensor], size: int) -> list[int]:
-    """Return the rank of each shard in a world of this size.
+    """Return the rank that gets each shard in a world of this size.
 
-    If the number of shards is unchanged, each rank keeps the shard that it owns or has a copy of. Ranks without a shard
-    receive the remaining shards. If the number of shards changes, ranks keep their order.
+    If the number of shards is unchanged, each rank keeps a shard that it owns or has a copy of, and ranks without one
+    get the remaining shards. If the number changes, shards are assigned in rank order.
     """
     if whole.shards != size:
         return list(range(size))
@@ -52,8 +54,9 @@ def order_of_replicas(
 ) -> list[int]:
     """Return the rank at each position of a mesh of replicas by ``shards``.
 
-    Several orders are compared by these criteria, in descending priority: more hosts with replicas of each shard, up to
-    1 + ``copies``, because every commit must send the missing copies; fewer bytes to move; ranks in ascending order.
+    Candidate orders are compared by these criteria, in descending priority: more hosts with replicas of each shard (up
+    to 1 + ``copies``, because every commit has to send the missing copies), fewer bytes to move, and ranks in ascending
+    order.
     """
     size = len(hosts)
     wanted = _bytes_in_common(whole, tensors, shards)
@@ -117,15 +120,15 @@ def plan_moves(
     limit: int,
     shards: int | None = None,
 ) -> list[ReshardingMove]:
-    """Return moves that contain every row of every new shard exactly once for each rank that will hold it.
+    """Return the moves through which every rank gets every row of its new shard exactly once.
 
     Args:
-        whole: the commit to redistribute, and the ranks that hold its shards.
-        tensors: the tensors of its layout.
-        order: the rank at each position of the new mesh of replicas by shards.
-        hosts: the host of each rank.
-        limit: maximum bytes of a move. A move of a single row may be larger.
-        shards: number of shards of the new mesh. Default: each rank has its own shard.
+        whole: commit to redistribute, with the ranks that hold its shards.
+        tensors: tensors in the commit's layout.
+        order: rank at each position of the new mesh of replicas by shards.
+        hosts: host of each rank.
+        limit: maximum size of a move in bytes. A move of a single row may be larger.
+        shards: number of shards of the new mesh (default: each rank has its own shard).
     """
     shards = shards or len(order)
     shard_of = owners(order, shards)
@@ -155,9 +158,9 @@ def _source(holders: Sequence[int], target: int, hosts: Sequence[str], sends: Co
 def rounds(
     moves: Sequence[ReshardingMove], layout: ShardLayout, limit: int
 ) -> Iterator[list[ReshardingMove]]:
-    """Group the moves between different ranks into rounds, in order.
+    """Group the moves between different ranks into rounds, in their order.
 
-    A round has at most ``limit`` bytes, or consists of a single larger move.
+    The moves of a round have at most ``limit`` bytes in total, unless the round is a single larger move.
     """
     found: list[ReshardingMove] = []
     size = 0
@@ -181,12 +184,12 @@ def move_bytes(move: ReshardingMove, layout: ShardLayout) -> int:
 def travelling(
     moves: Sequence[ReshardingMove], layout: ShardLayout, target: int | None = None
 ) -> int:
-    """Return the number of bytes that the moves send between ranks.
+    """Return the number of bytes that the moves send to other ranks.
 
     Args:
-        moves: the moves of all ranks.
-        layout: the layout of the commit.
-        target: the only rank for which received bytes are counted. Default: all ranks.
+        moves: moves of all ranks.
+        layout: layout of the commit.
+        target: rank whose received bytes are counted (default: all ranks).
     """
     sent = (move for move in moves if move.source != move.target)
     return sum(move_bytes(move, layout) for move in sent if target in (None, move.target))

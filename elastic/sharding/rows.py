@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-# In bytes. The rows of each tensor begin at a multiple of it, so that any dtype can be viewed in place.
+# bytes; each tensor begins at a multiple of it, so that any dtype can be viewed in place
 ALIGNMENT = 64
 
 
 class Rows(NamedTuple):
-    """Range of rows from ``begin`` (inclusive) to ``end`` (exclusive)."""
+    """Range of rows, from ``begin`` (inclusive) to ``end`` (exclusive)."""
 
     begin: int
     end: int
@@ -27,19 +27,19 @@ class Rows(NamedTuple):
 
 
 def rows_of(rows: int, shard: int, shards: int) -> Rows:
-    """Return the rows of one shard of a tensor with ``rows`` rows."""
+    """Return the rows in one shard of a tensor that has ``rows`` rows."""
     length = -(-rows // shards)
     return Rows(min(shard * length, rows), min((shard + 1) * length, rows))
 
 
 def overlap(one: Rows, other: Rows) -> Rows:
-    """Return the intersection of two ranges of rows. The result may be empty."""
+    """Return the intersection of two ranges of rows, which may be empty."""
     begin = max(one.begin, other.begin)
     return Rows(begin, max(begin, min(one.end, other.end)))
 
 
 def shards_with(wanted: Rows, rows: int, shards: int) -> range:
-    """Return the shards of a tensor that contain any of the rows ``wanted``."""
+    """Return the indices of the shards that contain any of the ``wanted`` rows of a tensor."""
     if not len(wanted):
         return range(0)
     length = -(-rows // shards)
@@ -48,18 +48,18 @@ def shards_with(wanted: Rows, rows: int, shards: int) -> range:
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """Tensor that is sharded by rows, that is, along its first dimension."""
+    """Tensor that is sharded along its first dimension."""
 
     name: str
     rows: int
     row_bytes: int
 
     def rows_of(self, shard: int, shards: int) -> Rows:
-        """Return the rows of one shard."""
+        """Return the rows of this tensor in one shard."""
         return rows_of(self.rows, shard, shards)
 
     def shards_with(self, wanted: Rows, shards: int) -> Sequence[int]:
-        """Return the shards that contain any of the rows ``wanted``."""
+        """Return the indices of the shards that contain any of the ``wanted`` rows."""
         return shards_with(wanted, self.rows, shards)
 
 
@@ -74,7 +74,7 @@ class ShardLayout:
         return tensor.rows_of(shard, self.shards)
 
     def offsets(self, shard: int) -> list[int]:
-        """Return the offset in bytes of each tensor in the shard, followed by the size of the shard."""
+        """Return the offset in bytes of each tensor in a shard, followed by the size of the shard."""
         found, at = [], 0
         for tensor in self.tensors:
             found.append(at)
@@ -92,23 +92,23 @@ class ShardLayout:
 
     @cached_property
     def digest(self) -> int:
-        """Return a 63-bit digest of the layout. Ranks with the same tensors and shards have equal digests."""
+        """Return a 63-bit digest of the layout, equal on ranks with the same tensors and number of shards."""
         text = repr((self.shards, [(t.name, t.rows, t.row_bytes) for t in self.tensors]))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def pieces(rows: Rows, row_bytes: int, limit: int) -> Iterator[Rows]:
-    """Split the rows, in order, into pieces of at most ``limit`` bytes or a single row."""
+    """Split a range of rows, in order, into pieces of at most ``limit`` bytes or of a single row."""
     step = max(1, limit // max(1, row_bytes))
     for begin in range(rows.begin, rows.end, step):
         yield Rows(begin, min(begin + step, rows.end))
 
 
 def owners(order: Sequence[int], shards: int | None = None) -> dict[int, int]:
-    """Return the shard of each rank.
+    """Return the shard that each rank owns.
 
     Args:
-        order: the rank at each position of the mesh of replicas by shards.
-        shards: number of shards of the mesh. Default: each rank has its own shard.
+        order: rank at each position of the mesh of replicas by shards.
+        shards: number of shards of the mesh (default: each rank has its own shard).
     """
     return {rank: place % (shards or len(order)) for place, rank in enumerate(order)}

@@ -1,13 +1,13 @@
-"""Selection of the commit that all ranks restore: the newest commit of which every shard is held by some rank.
+"""Selects the commit that all ranks restore: the newest one whose shards are all held by some rank.
 
 Pure: no I/O, no clock.
 
-Different ranks may hold the shards of a commit, as owners or as copies. A commit that was sealed on any rank is
-mirrored on all ranks. A commit that is not mirrored on all ranks may still be complete, but with fewer copies than
-requested, so it is chosen only if no mirrored commit is complete.
+Different ranks may hold the shards of a commit, as owners or as copies. If any rank has sealed a commit, the commit is
+mirrored on all ranks. A commit that is not mirrored on all ranks may still be complete, but has fewer copies than
+requested. It is chosen only if no mirrored commit is complete.
 
-The initial state (generation 0) may differ between the replicas of a shard. Each of its shards therefore has a single
-holder, which sends it to the other ranks.
+The initial state (generation 0) may differ between the replicas of a shard. For each of its shards, one holder is
+therefore chosen, which sends the shard to the other ranks.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import NamedTuple
 
 
 class CommitId(NamedTuple):
-    """Identifier of a commit. Newer commits compare greater. ``number`` counts the commits of a generation."""
+    """Identity of a commit. Newer commits compare greater. ``number`` counts the commits of a generation."""
 
     generation: int
     number: int
 
 
 class HeldShard(NamedTuple):
-    """Complete shard of one commit in the memory of a rank.
+    """Complete shard of a commit in the memory of one rank.
 
     Attributes:
-        hosts: for each shard of the commit, the hosts that held the shard. The owner's host comes first.
-        mirrored: whether the rank also has all copies of other shards that the rank has to keep.
+        hosts: hosts that held each shard of the commit, the owner's host first.
+        mirrored: whether the rank also holds all copies of other shards that it must keep.
     """
 
     commit: CommitId
@@ -40,16 +40,16 @@ class HeldShard(NamedTuple):
     mirrored: bool = True
 
 
-Inventory = tuple[HeldShard, ...]  # the complete shards of one rank
+Inventory = tuple[HeldShard, ...]  # all complete shards that one rank holds
 
 
 @dataclass(frozen=True)
 class WholeCommit:
-    """Commit of which all shards are held by some rank.
+    """Commit whose shards are all held by some rank.
 
     Args:
-        holders: for each shard, the ranks that have the shard.
-        owners: for each shard, the rank that trained the shard, if alive.
+        holders: ranks that hold each shard.
+        owners: rank that owned each shard, or None if it was lost.
     """
 
     commit: CommitId
@@ -58,16 +58,16 @@ class WholeCommit:
     owners: tuple[int | None, ...]
 
     def ranks(self) -> list[int]:
-        """Return the ranks with at least one shard. These ranks also hold the replicated values."""
+        """Return the ranks that hold at least one shard. They also hold the replicated values."""
         return sorted({rank for ranks in self.holders for rank in ranks})
 
 
 @dataclass(frozen=True)
 class LostShard:
-    """Shard of the newest commit that no rank holds.
+    """Shard of the newest commit that no rank holds any more.
 
     Args:
-        hosts: the hosts that held the shard.
+        hosts: hosts that held the shard.
     """
 
     commit: CommitId
@@ -77,10 +77,10 @@ class LostShard:
 
 
 def newest_whole(inventories: Sequence[Inventory]) -> WholeCommit | None:
-    """Return the newest complete commit, or None.
+    """Return the newest commit whose shards are all held by some rank, or None.
 
     Args:
-        inventories: the shards that each rank holds.
+        inventories: shards that each rank holds, in rank order.
     """
     commits = _commits(inventories)
     mirrored = [commit for commit in commits if _mirrored(inventories, commit)]
@@ -99,7 +99,7 @@ def newest_whole(inventories: Sequence[Inventory]) -> WholeCommit | None:
 
 
 def lost_shards(inventories: Sequence[Inventory]) -> list[LostShard]:
-    """Return the missing shards of the newest commit if `newest_whole` finds none."""
+    """Return the shards of the newest commit that no rank holds, for the case that `newest_whole` returns None."""
     for commit in _commits(inventories):
         held = [each for inventory in inventories for each in inventory if each.commit == commit]
         hosts = max((each.hosts for each in held), key=len)

@@ -1,4 +1,6 @@
-"""Reports of a rank to the driver: the shards that it holds, and its rows in a new world. Pure: no I/O, no clock."""
+"""Reports of a rank to the driver about the shards that it holds, and its rows in a new world. Pure: no I/O, no
+clock.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ def as_commit(commit: CommitId) -> Commit:
 
 
 def as_held(inventory: Inventory, copies: int, sealed: CommitId | None) -> ShardsHeld:
-    """Return the report of a rank that waits for a world.
+    """Return the report of the shards that a rank holds while it waits for a world.
 
     Args:
-        inventory: the shards that the rank holds.
-        copies: copies of each shard on other hosts, as given to the state.
-        sealed: the newest commit that the rank knows to be sealed.
+        inventory: shards that the rank holds.
+        copies: number of copies of each shard on other hosts, as configured in the state.
+        sealed: newest commit that the rank knows to be sealed.
     """
     by_commit: dict[CommitId, list[HeldShard]] = defaultdict(list)
     for each in inventory:
@@ -55,16 +57,16 @@ def as_placed(
     hosts: Sequence[str],
     memory: Collection[int],
 ) -> ShardsPlaced:
-    """Return a rank's report on its part in a new world, including the sources of its rows.
+    """Return a rank's report on its shard in a new world, including the sources of its rows.
 
     Args:
-        part: the report without the source of the rows.
-        whole: the restored commit.
+        part: report without the sources of the rows.
+        whole: restored commit.
         moves: moves of all ranks.
         layout: layout of the commit.
-        rank: the rank that reports.
-        hosts: the host of each rank.
-        memory: the shards of the commit in the rank's own memory.
+        rank: rank that reports.
+        hosts: host of each rank.
+        memory: shards of the commit that are in the rank's own memory.
     """
     lost = tuple(shard for shard, owner in enumerate(whole.owners) if owner is None)
     found, of_lost = dict.fromkeys(ORIGINS, 0), dict.fromkeys(ORIGINS, 0)

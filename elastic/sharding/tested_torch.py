@@ -1,4 +1,6 @@
-"""Versions of torch with which sharded training was tested. It uses private names of torch, which may change."""
+"""Versions of torch with which sharded training was tested. Sharded training uses private names of torch, which may
+change.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ def untested(what: str) -> str | None:
     """Return the reason why ``what`` is not supported with this version of torch, or None if it is supported.
 
     Args:
-        what: a clause for the error, such as "is fully sharded".
+        what: predicate for the error message, such as "is fully sharded".
     """
     if torch.__version__.startswith(tuple(f"{each}." for each in TESTED)):
         return None

@@ -1,4 +1,4 @@
-"""Detection of models and optimizers whose sharding is not supported in a state, and the errors for them."""
+"""Detects models and optimizers whose sharding a state does not support, and creates the errors for them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _ADVICE_ZERO = (
     "use ZeroRedundancyOptimizer(parameters, optimizer_class, **options) with the process group of all ranks, or, in a"
     " job of a fixed size (without --min-np), leave it out of the state"
 )
-# Objects of the state that was passed to elastic.run. Only this state follows changes of the world.
+# Models in the state that was passed to elastic.run. Only objects in this state follow changes of the world.
 _models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _followed: weakref.WeakSet[Any] = weakref.WeakSet()  # FSDP states of these models
 _followed_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-# Two-dimensional meshes that the script has created for these models.
+# two-dimensional meshes that the script has created for these models
 _followed_meshes: list[Any] = []
-# sharded modules outside of the state, and pipeline stages, that were created in an earlier world
+# sharded modules outside the state, and pipeline stages, that were created in an earlier world
 _stale: weakref.WeakSet[Any] = weakref.WeakSet()
 _WHY = {
     Fixed.MODULE: (
@@ -54,7 +54,7 @@ _WHY = {
 
 
 def of_module(module: torch.nn.Module) -> Fixed | None:
-    """Return the kind of sharding of a module, or None without sharding."""
+    """Return how a module is sharded, or None if it is not."""
     fully = _classes("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
     if fully and any(isinstance(each, fully) for each in module.modules()):
         return Fixed.MODULE
@@ -62,18 +62,18 @@ def of_module(module: torch.nn.Module) -> Fixed | None:
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Fixed | None:
-    """Return the kind of sharding of an optimizer or its parameters, or None without sharding."""
+    """Return how an optimizer or its parameters are sharded, or None if they are not."""
     if zero.is_zero(optimizer) or zero.is_divided(optimizer):
         return Fixed.OPTIMIZER
     return of_parameters(each for group in optimizer.param_groups for each in group["params"])
 
 
 def of_parameters(parameters: Iterable[Any]) -> Fixed | None:
-    """Return the kind of sharding of parameters, or None without sharding."""
+    """Return how parameters are sharded, or None if they are not."""
     tensors = _classes("torch.distributed.tensor", "DTensor")
     found = None
     for each in parameters:
-        # FSDP1's private attributes of a flat parameter, and of a parameter that is a view of it.
+        # FSDP1 sets these private attributes on a flat parameter, and on a parameter that is a view of one.
         if hasattr(each, "_is_flat_param") or getattr(each, "_fsdp_flattened", False):
             return Fixed.MODULE
         if tensors and isinstance(each, tensors):
@@ -82,10 +82,10 @@ def of_parameters(parameters: Iterable[Any]) -> Fixed | None:
 
 
 def refuse_outside(values: Iterable[object]) -> None:
-    """Record the objects of the state that was passed to elastic.run, and check for sharded models outside of it.
+    """Record the objects in the state that was passed to elastic.run, and reject sharded models outside it.
 
     Raises:
-        NotElastic: the process has a model outside of the state that torch has sharded, replicated or divided into
+        NotElastic: the process has a model outside the state that torch has sharded, replicated or divided into
             pipeline stages.
     """
     _follow(values)
@@ -98,18 +98,17 @@ def refuse_outside(values: Iterable[object]) -> None:
 
 
 def any_fully_sharded() -> bool:
-    """Return whether this process has a fully sharded module that is not in the state."""
+    """Return whether this process has a fully sharded module outside the state."""
     return _exists(_unfollowed)
 
 
 def enter_world() -> None:
-    """Record which objects outside of the state belong to an earlier world. Called when a new world begins."""
+    """Record the objects outside the state that belong to an earlier world. Called when a new world begins."""
     _stale.update([*_unfollowed(), *_pipeline_stages()])
 
 
 def check_world() -> None:
-    """Raise NotElastic before an update if a sharded model of an earlier world exists, or the state has a pipeline
-    stage.
+    """Before an update, reject sharded models of an earlier world, and pipeline stages in the state.
 
     Raises:
         NotElastic: a sharded model or a pipeline stage was created in an earlier world, or the state has the module of
@@ -127,7 +126,7 @@ def check_world() -> None:
 
 
 def is_pipelined(models: Iterable[torch.nn.Module]) -> bool:
-    """Return whether a pipeline stage of this process trains parameters of the models."""
+    """Return whether a pipeline stage of this process trains a parameter of these models."""
     trained = {id(each) for stage in _pipeline_stages() for each in stage.submod.parameters()}
     return bool(trained) and any(
         id(each) in trained for model in models for each in model.parameters()
@@ -137,7 +136,7 @@ def is_pipelined(models: Iterable[torch.nn.Module]) -> bool:
 def _exists(find: Callable[[], list[Any]]) -> bool:
     if not find():
         return False
-    # Collect garbage, because an object that the script has dropped may still exist in a reference cycle.
+    # An object that the script has dropped may still exist in a reference cycle, so collect garbage and look again.
     gc.collect()
     return bool(find())
 
@@ -160,7 +159,7 @@ def _is_replicated(module: torch.nn.Module) -> bool:
 def _replicated_modules() -> list[Any]:
     found: list[Any] = []
     for kind in _classes("torch.distributed._composable.replicate", "DDP"):
-        # torch creates a new class for each class of modules to which replicate() is applied.
+        # torch creates a subclass of DDP for each class of modules to which replicate() is applied.
         found += _objects(tuple(kind.__subclasses__()))
     return found
 
@@ -170,7 +169,7 @@ def _pipeline_stages() -> list[Any]:
 
 
 def _objects(kinds: tuple[type, ...]) -> list[Any]:
-    # Uses type() instead of isinstance(), because some proxies report the class of another object.
+    # type() and not isinstance(), because some proxies report the class of another object
     return [found for found in gc.get_objects() if issubclass(type(found), kinds)] if kinds else []
 
 
@@ -189,14 +188,14 @@ def _follow(values: Iterable[object]) -> None:
 
 
 def least_shards(models: Mapping[str, torch.nn.Module], given: Any) -> int | None:
-    """Return the minimum number of shards of these models in any world.
+    """Return the minimum number of shards for these models in any world.
 
-    This is ``given`` or the number of shards of their mesh (replicate, shard). None means that each rank has its own
+    This is ``given`` or, for a mesh of replicas by shards, its number of shards. None means that each rank has its own
     shard.
 
     Args:
         models: fully sharded models, by name.
-        given: the argument of ``TorchState(least_shards=...)``.
+        given: argument of ``TorchState(least_shards=...)``.
 
     Raises:
         Invalid: the argument is invalid.
@@ -233,7 +232,7 @@ def least_shards(models: Mapping[str, torch.nn.Module], given: Any) -> int | Non
 
 
 def followed_groups() -> list[tuple[int, ...]]:
-    """Return the ranks of each process group that exists only for the mesh of a model in a state."""
+    """Return the ranks of each process group that exists only for the mesh of a model in the state."""
     return [line for mesh in _followed_meshes for line in fsdp2.lines_of(mesh)]
 
 
@@ -253,9 +252,7 @@ def refuse_unfollowed(optimizer: torch.optim.Optimizer) -> NotElastic:
 
 
 def refuse_micro_batches(optimizer: torch.optim.Optimizer, kind: Fixed) -> NotElastic:
-    """Return the error for a script that uses elastic.Shards with a sharded optimizer or an optimizer of a sharded
-    model.
-    """
+    """Return the error for a script that combines elastic.Shards with a sharded optimizer or model."""
     return NotElastic(
         f"{type(optimizer).__name__} can't be combined with elastic.Shards: it is sharded, or trains a sharded model,"
         " so gradients are reduced in each backward pass, but ranks compute different numbers of shards. Omit Shards,"
@@ -277,12 +274,12 @@ def all_followed(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse(what: str, kind: Fixed) -> NotElastic:
-    """Return the error for an object ``what``, such as ``state.model``, with an unsupported kind of sharding."""
+    """Return the error for an object with an unsupported kind of sharding. ``what`` names it, as in ``state.model``."""
     return NotElastic(f"{what} {_WHY[kind]}; {_INTO_STATE.get(kind, '')}{_ADVICE}", kind)
 
 
 def refuse_replicated(what: str) -> NotElastic:
-    """Return the error for a module to which torch's composable ``replicate`` was applied."""
+    """Return the error for a module to which torch's ``replicate()`` was applied."""
     return NotElastic(
         f"{what} is replicated by torch's replicate(), whose reducer belongs to one world: wrap the model in"
         " DistributedDataParallel, and add it to elastic.TorchState",
@@ -291,7 +288,7 @@ def refuse_replicated(what: str) -> NotElastic:
 
 
 def refuse_pipeline(what: str) -> NotElastic:
-    """Return the error for the module of a pipeline stage."""
+    """Return the error for a module that is a stage of a pipeline."""
     return NotElastic(
         f"{what} is a stage of a pipeline, so each rank has other parameters, and those of a lost rank would be lost:"
         " use fully_shard, or DistributedDataParallel with the complete model, or, in a job of a fixed size (without"
@@ -301,7 +298,7 @@ def refuse_pipeline(what: str) -> NotElastic:
 
 
 def refuse_optimizer(name: str) -> NotElastic:
-    """Return the error for an optimizer whose models are not part of the state."""
+    """Return the error for an optimizer in a state that does not contain the models that it trains."""
     if any_fully_sharded():
         return NotElastic(
             f"state.{name} trains a fully sharded model that is not in the state: add the model, as in"
@@ -312,7 +309,7 @@ def refuse_optimizer(name: str) -> NotElastic:
 
 
 def refuse_stale(name: str, parameter: torch.Tensor) -> NotElastic:
-    """Return the error for an optimizer that trains a parameter outside of the state's models."""
+    """Return the error for an optimizer that trains a parameter which does not belong to any model in the state."""
     return NotElastic(
         f"state.{name} trains a parameter of shape {list(parameter.shape)} that is in no model of the state."
         " fully_shard replaces parameters, so an optimizer created earlier trains none of them: create the optimizer"
@@ -322,9 +319,7 @@ def refuse_stale(name: str, parameter: torch.Tensor) -> NotElastic:
 
 
 def refuse_replaced(name: str, other: torch.optim.Optimizer, parameter: str) -> NotElastic:
-    """Return the error for an optimizer outside the state that has stepped a parameter of the sharded
-    ``state.name``.
-    """
+    """Return the error for an optimizer outside the state that has stepped parameters of the sharded ``state.name``."""
     return NotElastic(
         f"{type(other).__name__}, which is not in the state, has stepped {parameter}, which state.{name} trains. A"
         f" commit contains only the entries of state.{name}, so training would be wrong after a failure: step"
@@ -343,7 +338,7 @@ def refuse_together(model: str, optimizer: str) -> NotElastic:
 
 
 def refuse_late(name: str) -> NotElastic:
-    """Return the error for an assignment to ``state.name`` if the current or the new value is sharded."""
+    """Return the error for assigning to ``state.name`` if its current or new value is sharded."""
     return NotElastic(
         f"state.{name} can't be replaced, because its old or new value is a sharded model or optimizer, and commits"
         f" contain the shards with which the state was created: create a new state, as in TorchState({name}=...)",
@@ -352,7 +347,7 @@ def refuse_late(name: str) -> NotElastic:
 
 
 def of_value(value: object) -> Fixed | None:
-    """Return the kind of sharding of a model or an optimizer, or None without sharding."""
+    """Return how a model or an optimizer is sharded, or None if it is not."""
     if isinstance(value, torch.nn.Module):
         return of_module(value)
     return of_optimizer(value) if isinstance(value, torch.optim.Optimizer) else None
@@ -363,7 +358,7 @@ def check_trainer(
     optimizers: Iterable[torch.optim.Optimizer],
     models: Iterable[torch.nn.Module] = (),
 ) -> None:
-    """Check that a trainer has no sharded models or optimizers, because it saves and loads complete ones.
+    """Raise an error if a trainer has sharded models or optimizers, because it saves and loads only complete ones.
 
     Raises:
         NotElastic: a model or an optimizer is sharded.
@@ -385,7 +380,7 @@ def check_trainer(
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raise NotElastic if a value of a state has unsupported sharding."""
+    """Raise NotElastic if the sharding of a state's value is not supported."""
     kind = None
     if isinstance(value, torch.nn.Module):
         if any(map(_is_replicated, value.modules())):
@@ -394,7 +389,7 @@ def check_value(name: str, value: Any) -> None:
             raise refuse_pipeline(f"state.{name}")
         kind = of_module(value)
         fully = kind is Fixed.MODULE and fsdp2.sharded_states(value)
-        # With other versions of torch, the parameters may have other names.
+        # Other versions of torch may name the parameters differently, so the check may find none.
         if fully and (fsdp2.untested_version() or fsdp2.sharded_params(value)):
             why = fsdp2.obstacle(value)
             if why is None:
@@ -403,7 +398,8 @@ def check_value(name: str, value: Any) -> None:
     elif isinstance(value, torch.optim.Optimizer):
         kind = of_optimizer(value)
         if kind is Fixed.PARAMETERS:
-            return  # supported; the state checks the combination of its parts
+            # The optimizer itself is supported; the state checks its combination with models.
+            return
         if kind is Fixed.OPTIMIZER:
             why = zero.obstacle(value) if zero.is_zero(value) else None
             if why is None:
@@ -416,7 +412,7 @@ def check_value(name: str, value: Any) -> None:
 
 
 def check_within(what: str, tensors: Iterable[Any]) -> None:
-    """Raise NotElastic for a value of a state that contains a DTensor."""
+    """Raise NotElastic if a value of a state contains a DTensor."""
     if of_parameters(each for each in tensors if isinstance(each, torch.Tensor)) is not None:
         raise NotElastic(
             f"{what} contains a DTensor, which differs between ranks, but state values must be the same on all"

@@ -1,4 +1,4 @@
-"""Utilities for torch's ZeroRedundancyOptimizer: check for support, and repartition parameters in another world.
+"""Utilities for torch's ZeroRedundancyOptimizer: check that it is supported, and repartition it in another world.
 
 Private names of torch are used (see `tested_torch`).
 """
@@ -16,7 +16,7 @@ from elastic.sharding.partition import Partition
 
 
 def is_zero(optimizer: object) -> bool:
-    """Return whether the optimizer is a ZeroRedundancyOptimizer, without importing that class's module."""
+    """Return whether the optimizer is a ZeroRedundancyOptimizer. Does not import that class's module."""
     known = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     kind = getattr(known, "ZeroRedundancyOptimizer", None)
     return isinstance(kind, type) and isinstance(optimizer, kind)
@@ -28,7 +28,7 @@ def is_divided(optimizer: object) -> bool:
 
 
 def parameters(zero: Any) -> list[torch.Tensor]:
-    """Return the parameters of all ranks, numbered across the groups."""
+    """Return the parameters of all ranks in one list, group by group."""
     return [each for group in zero.param_groups for each in group["params"]]
 
 
@@ -59,18 +59,18 @@ def obstacle(zero: Any) -> str | None:
 
 
 def steps_shard(zero: Any, partition: Partition, shard: int, shards: int) -> bool:
-    """Return whether this rank steps exactly the parameters of this shard."""
+    """Return whether this rank steps exactly the parameters of the given shard."""
     stepped = {id(each) for group in zero.optim.param_groups for each in group["params"]}
     owned = zip(parameters(zero), partition.owners(shards), strict=True)
     return stepped == {id(each) for each, owner in owned if owner == shard}
 
 
 def repartition(zero: Any, order: Sequence[int], rank: int) -> None:
-    """Divide the parameters among the ranks of another world, in place. Discards the optimizer's state entries.
+    """Divide the parameters among the ranks of another world, in place. Discards the entries of the optimizer's state.
 
     Args:
-        zero: the optimizer.
-        order: the rank of each shard.
+        zero: optimizer to repartition.
+        order: rank of each shard, in shard order.
         rank: this rank.
     """
     owners = iter(partition_of(zero).owners(len(order)))
@@ -84,4 +84,4 @@ def repartition(zero: Any, order: Sequence[int], rank: int) -> None:
         zero._partition_param_group(group, by_rank)
     zero._init_local_optimizer()
     zero._build_param_buckets()
-    zero._all_state_dicts = []  # these were consolidated in the previous world
+    zero._all_state_dicts = []  # Drop the state dicts that were consolidated in the previous world.

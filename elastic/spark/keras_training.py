@@ -1,7 +1,7 @@
-"""Elastic training of a Keras model on Parquet data in the workers of an estimator.
+"""Elastic training of a Keras model on Parquet data, in the workers that an estimator starts.
 
-A step consumes the same rows in a world of any size: the ``batch_size`` of a process times the number of processes. The
-state contains the position, that is, the epoch and the number of batches consumed in the epoch.
+A step consumes the same rows in a world of any size: ``batch_size`` rows for each process that was requested. The state
+contains the position: the epoch, and the number of batches consumed in the epoch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from elastic.spark.parquet import ParquetData
 
 @dataclass(frozen=True, kw_only=True)
 class KerasTraining:
-    """Training function for every worker. Returns the training history; rank 0 saves the model.
+    """Training function for every worker. Returns the training history. Rank 0 saves the model.
 
     Args:
-        model: the content of a ``.keras`` file, with the optimizer.
-        features, labels: number of columns that are inputs and labels. A further column contains sample weights.
-        input_shapes: shapes of the model's inputs, with -1 for the dimension of the rows.
-        save: function that rank 0 calls with the content of a ``.keras`` file after each epoch.
+        model: content of a ``.keras`` file, including the optimizer.
+        features, labels: numbers of input columns and of label columns. An additional column contains sample weights.
+        input_shapes: shapes of the model's inputs, with -1 for the batch dimension.
+        save: function that rank 0 calls after each epoch with the content of a ``.keras`` file.
     """
 
     model: bytes
@@ -79,7 +79,7 @@ class KerasTraining:
         job = self
 
         class Keep(keras.callbacks.Callback):  # type: ignore[misc]
-            """Keras callback that stores the history in the state and the model in the store."""
+            """Keras callback that saves the history in the state, and the model in the estimator's store."""
 
             def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
                 found = {name: float(value) for name, value in (logs or {}).items()}
@@ -104,7 +104,7 @@ class KerasTraining:
                     shuffle=False,
                     verbose=2
                     if job.verbose and hvd.rank() == 0
-                    else 0,  # print one progress line per epoch
+                    else 0,  # print one line of progress per epoch
                     callbacks=[
                         *job.callbacks,
                         hvd.callbacks.MetricAverageCallback(),
@@ -120,7 +120,7 @@ class KerasTraining:
         return history
 
     def content(self, model: Any) -> bytes:
-        """Return the model as the content of a ``.keras`` file, with the learning rate of one process."""
+        """Return the model as the content of a ``.keras`` file, with the learning rate for one process."""
         optimizer = model.optimizer
         scaled = float(optimizer.learning_rate)
         optimizer.learning_rate = scaled / self.processes
@@ -138,9 +138,9 @@ class KerasTraining:
         steps: int | None,
         state: Any = None,
     ) -> Any:
-        """Return this rank's part of each batch.
+        """Yield this rank's part of each batch.
 
-        With a state, start at the state's position, in the order of the state's epoch.
+        With a state, begin at the state's position, with the sample order of its epoch.
         """
         job, dataset = self, data.dataset()
         rank, size = world
@@ -165,14 +165,14 @@ class KerasTraining:
                 step = all_steps[(self.first + index) % len(all_steps)]
                 mine = dealing.part(step, rank)
                 rows = [dataset[int(self.order[at])] for at in (mine or step[:1])]
-                # A batch without rows for this rank must not count.
+                # This rank has no rows in the batch, so give its placeholder the weight 0.
                 weights = None if mine else np.zeros(1, np.float32)
                 return job._arranged([np.stack(each) for each in zip(*rows, strict=True)], weights)
 
         return Batches()
 
     def _arranged(self, columns: list[Any], weights: Any) -> Any:
-        """Return inputs, labels, and weights if there are weights."""
+        """Return inputs and labels, and sample weights if there are any."""
         inputs = [
             column.reshape(tuple(shape)).astype(np.float32)
             for column, shape in zip(columns, self.input_shapes, strict=False)

@@ -1,4 +1,4 @@
-"""Reader for an estimator's Parquet data in the workers, by row groups. pyarrow is imported on first use."""
+"""Reads an estimator's Parquet data in the workers, one row group at a time. Imports pyarrow at first use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from elastic.errors import Invalid
 
 @dataclass(frozen=True)
 class ParquetData:
-    """Parquet dataset. ``groups`` contains the file, the index in the file, and the length of each row group.
+    """Parquet dataset. For each row group, ``groups`` contains the file, the index in the file, and the number of rows.
 
-    The columns in ``columns`` are read, in this order. A sample is a tuple with an array or scalar for each column.
+    Only the columns in ``columns`` are read. A sample is a tuple with an array or scalar for each column, in this
+    order.
     """
 
     url: str
@@ -34,7 +35,7 @@ class ParquetData:
         return ShardedFiles(self.groups, self.read, [length for _, _, length in self.groups])
 
     def read(self, group: tuple[str, int, int]) -> RowGroup:
-        """Read a row group."""
+        """Read one row group."""
         import pyarrow.parquet
 
         file, number, _ = group
@@ -45,7 +46,7 @@ class ParquetData:
 
 
 class RowGroup:
-    """The rows of a row group, with an array of shape ``[rows, ...]`` for each column."""
+    """Rows of one row group, as an array of shape ``[rows, ...]`` for each column."""
 
     def __init__(self, columns: Sequence[Any]) -> None:
         self._columns = columns
@@ -58,9 +59,9 @@ class RowGroup:
 
 
 def found(url: str, options: Mapping[str, Any], columns: Sequence[str]) -> ParquetData:
-    """Return the dataset at a URL, with its row groups from the files' footers.
+    """Return the dataset at a URL. Reads its row groups from the footers of the files.
 
-    Raises Invalid if there are no rows, or a column is missing.
+    Raises Invalid if the dataset has no rows or lacks a column.
     """
     import pyarrow.parquet
 
@@ -85,7 +86,7 @@ def found(url: str, options: Mapping[str, Any], columns: Sequence[str]) -> Parqu
 
 
 def as_array(column: Any, name: str) -> Any:
-    """Return a column of numbers, or of lists of numbers with the same length, as an array of shape ``[rows, ...]``.
+    """Convert a column of numbers, or of lists of numbers with equal lengths, to an array of shape ``[rows, ...]``.
 
     Floats become float32, and integers and bools become int64. Raises Invalid for other columns.
     """

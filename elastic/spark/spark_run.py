@@ -31,8 +31,8 @@ NEEDS_SPARK = (
 )
 START_S = 600.0  # timeout in seconds for the start of the tasks, as in Horovod
 LOOK_S = 0.25
-SAID_S = 5.0  # time in seconds after which a wait for executors is logged
-QUIET_S = 10.0  # seconds without a new executor, after which no more are expected
+SAID_S = 5.0  # seconds of waiting for executors after which a log line reports the wait
+QUIET_S = 10.0  # seconds without a new executor after which no more are expected
 WORKERS_MODULE = ("-m", "elastic.launcher.run_function")
 
 
@@ -58,18 +58,18 @@ def run(
 
     ``num_proc`` workers (default: spark.default.parallelism) run in a barrier stage, and the first failure ends the
     job. ``min_num_proc`` or ``max_num_proc`` make the job elastic and run it in ordinary tasks instead of a barrier
-    stage. It begins with ``num_proc`` workers, or with fewer once no more executors join. It continues with as few as
-    ``min_num_proc`` workers when executors are lost, and grows to ``max_num_proc``. The options are those of
-    `elastic.ray.run`, with times in seconds.
+    stage. An elastic job begins with ``num_proc`` workers, or with fewer once no more executors join. It continues with
+    as few as ``min_num_proc`` workers when executors are lost, and grows to ``max_num_proc``. Further options are those
+    of `elastic.ray.run`, with times in seconds.
 
     ``env`` is added to the workers' environment. ``stdout``, ``stderr``: text streams that receive the workers' output.
     ``executable``: the workers' Python (default: that of Spark's tasks). ``prefix_timestamps``: prefix each line of
     their output with the time. ``spark_start_timeout``: seconds for Spark to start the tasks. ``on_report`` is called
-    here with each `elastic.report` of a worker, and blocks the driver meanwhile.
+    in this process with each `elastic.report` of a worker, and blocks the driver until it returns.
 
     Raises:
-        Invalid: (a ValueError) an argument is invalid, there is no SparkContext, or Spark has fewer slots than
-            workers; before anything is started.
+        Invalid: (a ValueError) an argument is invalid, there is no SparkContext, or Spark has fewer slots than workers.
+            Raised before anything is started.
         JobFailed: the job failed.
     """
     flags = words_of(RAY, options)
@@ -133,7 +133,7 @@ def run(
 
 
 def active_context() -> Any:
-    """Return the active SparkContext. Raises Invalid if there is none."""
+    """Return the active SparkContext. Raises Invalid without one."""
     try:
         import pyspark
     except ImportError:
@@ -154,7 +154,7 @@ def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
-        # No check for functions without a signature, such as those not written in Python.
+        # Skip the check for functions without a signature, such as those not written in Python.
         return
     try:
         signature.bind(*args, **kwargs)
@@ -169,7 +169,9 @@ def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 def sizes(
     num_proc: int | None, least: int | None, most: int | None, parallelism: int
 ) -> tuple[int, int, int]:
-    """Return the initial, smallest and largest number of workers. Raises Invalid for inconsistent arguments."""
+    """Return the initial, minimum and maximum number of workers. Raises Invalid if the arguments contradict each
+    other.
+    """
     given = {"num_proc": num_proc, "min_num_proc": least, "max_num_proc": most}
     for name, count in given.items():
         if count is not None and (
@@ -191,7 +193,7 @@ def sizes(
 def await_slots(cluster: Any, needed: int, within_s: float) -> None:
     """Wait until Spark has slots for ``needed`` tasks.
 
-    Raises Invalid after ``within_s`` seconds, or at once if no executors can join.
+    Raises Invalid after ``within_s`` seconds, or immediately if no executors can join.
     """
     from elastic.driver.agents.agent_process import write_stderr
     from elastic.driver.processes.console import Console
@@ -217,7 +219,9 @@ def await_slots(cluster: Any, needed: int, within_s: float) -> None:
 
 
 def checked_environ(given: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a copy of the additional environment variables. Raises Invalid if a name or a value is not allowed."""
+    """Validate additional environment variables, and return a copy. Raises Invalid if a name or a value is not
+    allowed.
+    """
     from elastic.ray.arguments import check_environ
 
     check_environ(given)
@@ -225,7 +229,7 @@ def checked_environ(given: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _threads_given(context: Any, environ: Mapping[str, str]) -> bool:
-    """Return whether the user has set the workers' number of threads."""
+    """Return whether the user has set the number of threads per worker."""
     key = "spark.executorEnv.OMP_NUM_THREADS"
     return "OMP_NUM_THREADS" in environ or context.getConf().get(key) is not None
 
@@ -233,7 +237,7 @@ def _threads_given(context: Any, environ: Mapping[str, str]) -> bool:
 def streams(
     stdout: Any, stderr: Any
 ) -> tuple[Callable[[bytes], None], Callable[[bytes], None]] | None:
-    """Return functions that write to these streams, or None if no stream is given. Raises Invalid for other objects."""
+    """Return functions that write to the given text streams, or None without any. Raises Invalid for other objects."""
     for name, stream in {"stdout": stdout, "stderr": stderr}.items():
         if stream is not None and not callable(getattr(stream, "write", None)):
             raise Invalid(f"{name} is a {type(stream).__name__}: pass an open text file or stream")

@@ -1,7 +1,7 @@
-"""Elastic training of a torch model on Parquet data in the workers of an estimator.
+"""Elastic training of a torch model on Parquet data, in the workers that an estimator starts.
 
-A step consumes the same rows in a world of any size: the ``batch_size`` of a process times the number of processes.
-Sums of losses and metrics are part of the state, so that each row counts once in the history.
+A step consumes the same rows in a world of any size: ``batch_size`` rows for each process that was requested. The state
+contains the sums of losses and metrics, so that the history counts each row once.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import torch
 from elastic.errors import Invalid
 from elastic.spark.parquet import ParquetData
 
-PRINTED = 100  # number of steps between two log lines
+PRINTED = 100  # interval between log lines, in steps
 Tensors = list[torch.Tensor]
 Shapes = Sequence[Sequence[int]] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchTraining:
-    """Training function for every worker. Returns the training history; rank 0 saves the checkpoint.
+    """Training function for every worker. Returns the training history. Rank 0 saves the checkpoint.
 
     Args:
-        features, labels: number of columns that are inputs and labels. A further column contains sample weights.
-        losses: a loss function for each label, or functions that construct loss functions.
+        features, labels: numbers of input columns and of label columns. An additional column contains sample weights.
+        losses: loss function for each label, or function that constructs it.
         metrics: groups of metric functions, one group for each label.
-        save: function that rank 0 calls with the content of a checkpoint after each epoch.
+        save: function that rank 0 calls after each epoch with the content of a checkpoint.
     """
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer  # optimizer of the parameters of this model
+    optimizer: torch.optim.Optimizer  # optimizer of the model's parameters
     train: ParquetData
     validation: ParquetData | None
     features: int
@@ -69,7 +69,7 @@ class TorchTraining:
 
 
 class _Run:
-    """Execution of a `TorchTraining` on one worker."""
+    """One worker's execution of a `TorchTraining`."""
 
     def __init__(self, job: TorchTraining, elastic: Any) -> None:
         self.job = job
@@ -78,9 +78,9 @@ class _Run:
         self.seed = 0 if job.seed is None else job.seed
         torch.manual_seed(self.seed)
         job.model.to(self.device)
-        # Moves the optimizer's entries to the model's device.
+        # load_state_dict() moves the entries of the optimizer's state to the model's device.
         job.optimizer.load_state_dict(job.optimizer.state_dict())
-        # Scales the learning rate, like Horovod's estimators.
+        # Scale the learning rate by the number of processes, like Horovod's estimators.
         for group in job.optimizer.param_groups:
             group["lr"] *= job.processes
         compression = job.compression or elastic.Compression.none
@@ -138,14 +138,14 @@ class _Run:
     # ---- one step --------------------------------------------------------------------------------
 
     def _rest(self, state: Any) -> Iterable[Any]:
-        """Return the remaining batches of the epoch, up to the given number of steps."""
+        """Return the remaining batches of the epoch, limited to the given number of steps."""
         for batch in self.loader:
             if self.job.steps is not None and state.step >= self.job.steps:
                 return
             yield batch
 
     def _step(self, batch: Sequence[torch.Tensor]) -> list[float]:
-        """Train on a batch. Return the sums over the whole step: rows, losses, metrics."""
+        """Train on a batch. Return sums over the batches of all ranks: number of rows, losses, metrics."""
         job = self.job
         inputs, labels, weights = self._prepared(batch)
         share = self.loader.weight
@@ -183,7 +183,7 @@ class _Run:
 
     @staticmethod
     def _transformed(outputs: Any, labels: Tensors) -> tuple[Tensors, Tensors]:
-        """Return the outputs as a list, and the labels.
+        """Return the outputs as a list, and the transformed labels.
 
         A label is reshaped to its output's shape if both have the same number of elements.
         """
@@ -207,7 +207,7 @@ class _Run:
     # ---- history ---------------------------------------------------------------------------------
 
     def _summed(self, outputs: Tensors, labels: Tensors, loss: Any, rows: int) -> list[float]:
-        """Return the sums of rows, losses and metrics over all ranks."""
+        """Return the sums of this step over all ranks: number of rows, losses, metrics."""
         values = [torch.ones((), dtype=torch.float32, device="cpu"), loss.detach()]
         with torch.no_grad():
             for group in self.job.metrics:
@@ -219,7 +219,7 @@ class _Run:
             own = torch.tensor(
                 [rows * float(value) for value in values], dtype=torch.float64, device="cpu"
             )
-        else:  # The row is a placeholder, which must not count in the sums.
+        else:  # This rank had only a placeholder row, which must not be counted.
             own = torch.zeros(len(values), dtype=torch.float64, device="cpu")
         op = self.elastic.Sum
         return [float(each) for each in self.elastic.allreduce(own, op=op, name="history")]
@@ -252,7 +252,7 @@ class _Run:
         return self._means(total)
 
     def _checkpoint(self) -> bytes:
-        """Return the state of model and optimizer as bytes, with the learning rate of one process."""
+        """Return the state of model and optimizer as bytes, with the learning rate for one process."""
         optimizer = self.optimizer.state_dict()
         groups = [
             {**group, "lr": group["lr"] / self.job.processes} for group in optimizer["param_groups"]
@@ -279,7 +279,7 @@ def _shaped(column: torch.Tensor, index: int, shapes: Shapes) -> torch.Tensor:
 
 
 def _weighted(loss: Any, output: Any, label: Any, weights: torch.Tensor) -> Any:
-    """Return the mean over all rows of each row's loss times the row's weight.
+    """Return the loss over a batch: the mean over all rows of the row's loss times its weight.
 
     Raises Invalid for a loss without reduction='none'.
     """

@@ -1,4 +1,4 @@
-"""State of training that is kept across changes of the world. Names are imported on first access."""
+"""State of training that is kept when the world changes. Names are imported on first access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulation of memory faults for `elastic.failpoints`: flips one bit in a tensor of a state."""
+"""Simulates memory faults for `elastic.failpoints` by flipping a bit in a tensor of a state."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Found = Iterator[tuple[str, torch.Tensor]]
 
 
 def offer(state: State) -> None:
-    """Register this state's tensors for the action ``flip``."""
+    """Register this state's tensors with the failpoint action ``flip``."""
     if isinstance(state, ObjectState):
         for kind, find in FINDERS.items():
             actions.flippers[kind] = functools.partial(flip, state, find)
 
 
 def flip(state: ObjectState, find: Callable[[ObjectState], Found], seed: int) -> str:
-    """Flip one bit in one of the tensors. All bytes are equally likely.
+    """Flip one bit in one of the tensors. Every byte is equally likely to be chosen.
 
-    The version counter of the tensor does not change.
+    The tensor's version counter does not change.
 
     Returns:
-        A description of the bit, or an empty string if there are no tensors.
+        A description of the flipped bit, or an empty string if there are no tensors.
     """
     drawn = random.Random(seed)
     tensors = {name: tensor for name, tensor in find(state) if tensor.nbytes}

@@ -1,4 +1,4 @@
-"""Measurement of the costs of commits, and their exchange between ranks for `commit_budget`."""
+"""Measures the costs of commits, and exchanges them between ranks for `commit_budget`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ COSTS = "costs of commits"
 
 
 class CommitPace:
-    """Costs of the commits of one state. All methods must be called from the training thread."""
+    """Costs of one state's commits. All methods must be called from the training thread."""
 
     def __init__(self) -> None:
         self._budget: CommitBudget | None = None
         self._generation = 0
-        self._returned_at: float | None = None  # time at which the last call of commit() ended
+        # time at which the previous commit() call was counted
+        self._returned_at: float | None = None
         self._began_at = 0.0
-        self._trained_s, self._calls = 0.0, 0  # seconds and calls since the last copy
+        # seconds of training and number of commit() calls since the last copy
+        self._trained_s, self._calls = 0.0, 0
 
     def of_world(self, rt: WorkerRuntime) -> CommitPace | None:
-        """Return this object, reset for each new world, in a job with ``--commit-budget``.
-
-        Return None in other jobs.
-        """
+        """Return this object in a job with ``--commit-budget``, and None in other jobs. Resets it in each new world."""
         if not rt.env.commit_budget or not rt.elastic:
             return None
         if self._budget is None or self._generation != rt.generation:
@@ -40,7 +39,7 @@ class CommitPace:
         return self
 
     def due(self, now: float) -> bool:
-        """Count a call of commit(). Return whether it must make a copy."""
+        """Count a commit() call. Return whether it must make a copy."""
         assert self._budget is not None
         if self._returned_at is not None:
             self._trained_s += now - self._returned_at
@@ -49,14 +48,14 @@ class CommitPace:
         return self._budget.due()
 
     def skipped(self, rt: WorkerRuntime) -> bool:
-        """Return whether commit() was called since the last copy."""
+        """Return whether commit() was called after the last copy."""
         return self.of_world(rt) is not None and self._budget is not None and self._budget.skipped
 
     def begin(self, now: float) -> None:
         self._began_at = now
 
     def end(self, rt: WorkerRuntime, now: float) -> None:
-        """Exchange the costs of a copy that has just been made. Collective.
+        """Exchange the measured costs of a copy that was just made. Collective.
 
         Raises:
             PeerLost: a rank was lost.

@@ -1,8 +1,8 @@
-"""Copying of a shard from a GPU to pinned host memory while training continues.
+"""Copies a shard from a GPU to pinned host memory while training continues.
 
-If the GPU has no room for a second copy, the tensors are read while the next forward and backward pass run. The next
-step of an optimizer waits for the read on the optimizer's stream (`ordered`). Other writes cannot be prevented, but are
-detected by checksums computed at the commit and at that step. The commit is then discarded.
+If the GPU has no room for a second copy, the tensors are read while the next forward and backward pass run. On its
+stream, the next step of an optimizer waits until they have been read (`ordered`). Other writes cannot be prevented, but
+are detected by comparing checksums of the commit and of that step, and the commit is then discarded.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _in_flight: list[BackgroundCopy] = []
 
 
 class BackgroundCopy:
-    """One copy in flight. It begins on construction, after the work queued on the current stream.
+    """One copy in flight. The constructor begins it, after the work that is queued on the current stream.
 
     Args:
-        pairs: pairs of a tensor on one GPU and a pinned host tensor of the same layout.
-        stage: device memory to copy through, if the GPU has room.
-        exposed: whether training may continue while the tensors are read, if the GPU has no room.
+        pairs: pairs of a tensor on the GPU and a pinned host tensor with the same layout.
+        stage: buffer in the GPU's memory to copy through, if there is room for one.
+        exposed: whether training may continue while the tensors are read, if there is no room for a buffer.
     """
 
     def __init__(self, pairs: Sequence[Pair], stage: DeviceStaging, *, exposed: bool) -> None:
@@ -43,7 +43,7 @@ class BackgroundCopy:
         self._ordered = threading.Event()
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []
         before = None
-        # Reading the tensors in the device's memory takes a fraction of the time of a copy over the bus.
+        # A read of the tensors within the GPU's memory takes a fraction of the time of a copy to the host.
         if exposed and not stage.has_room(self._tensors):
             before = _sums(self._tensors)
         waits = before is None
@@ -60,7 +60,7 @@ class BackgroundCopy:
             _installed.append(register_optimizer_step_pre_hook(_before_step))
 
     def order(self) -> None:
-        """Make the current stream wait for the copy before the stream writes to the tensors.
+        """Make the current stream wait for the copy, before work on the stream writes to the tensors.
 
         Call this once, in the training thread.
         """
@@ -77,10 +77,10 @@ class BackgroundCopy:
         self._ordered.set()
 
     def finish(self) -> bool:
-        """Block until `order` was called and the copy is complete. In any thread.
+        """Block until `order` was called and the copy is complete. May be called in any thread.
 
         Returns:
-            Whether no tensor was written to while it was read.
+            True if no tensor was written to while it was read, so that the copy is valid.
 
         Raises:
             DeviceLost: the copy did not complete within its time limit.
@@ -99,7 +99,7 @@ def _before_step(*_: Any) -> None:
 
 
 def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sums over the bits of each tensor, on the device, without waiting."""
+    """Return the sum over the bits of each tensor. Computed on the device, without waiting."""
     with torch.no_grad():
         return torch.stack(
             [
