@@ -20,7 +20,7 @@ class CommitPace:
     def __init__(self) -> None:
         self._budget: CommitBudget | None = None
         self._generation = 0
-        # time at which the previous commit() call was counted
+        # time of the last commit() call, after its copy if it made one
         self._returned_at: float | None = None
         self._began_at = 0.0
         # seconds of training and number of commit() calls since the last copy

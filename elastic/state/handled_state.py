@@ -1,4 +1,5 @@
-"""State whose values may have handlers, such as models, optimizers and samplers. Each of these is a part (see `part`).
+"""State whose values may have handlers, such as models, optimizers and samplers. A value with a handler is a part (see
+`part`).
 
 All parts are committed, restored and sent together. `TorchState` and the Keras states define which values they accept.
 """
@@ -56,9 +57,7 @@ def _is_number(value: object) -> bool:
 
 
 class _OfThisProcess:
-    """Base class of objects that are bound to this process: pickling or copying them raises NotPicklable, a
-    TypeError.
-    """
+    """Base class of objects that belong to one process. Pickling or copying one raises NotPicklable, a TypeError."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotPicklable(
@@ -70,13 +69,13 @@ class _OfThisProcess:
 
 
 class HandledState(_OfThisProcess, ObjectState):
-    """State of values, some of which are handled by a `Part` or a user-defined handler. See `registry`."""
+    """State of values, some of which are handled by a `Part` or by a user-defined handler. See `registry`."""
 
     def __init__(
         self, values: dict[str, Any], rng: Any = False, copies: Any = 1, least_shards: Any = None
     ) -> None:
         values = dict(values)
-        if not isinstance(rng, bool):  # The script has passed a value with this name.
+        if not isinstance(rng, bool):  # The script has passed a value of its own named rng.
             values["rng"] = rng
         refuse_method_names(values)
         refuse_misspelled(values, {"rng": lambda value: isinstance(value, bool)})
@@ -93,9 +92,9 @@ class HandledState(_OfThisProcess, ObjectState):
         self._check_shards()
         self._refuse_own_values()
         self._random = RandomState() if rng is True else None
-        # Names of the models' parameters when the state was made, by id.
+        # names of the models' parameters when the state was created, by the parameter's ID
         self._first_names: dict[int, str] = {}
-        # number of saves started so far, by which a digest detects a concurrent save
+        # number of saves started so far; lets a digest detect that a save has begun in the meantime
         self._begun = 0
         self._introduce()
         self._older: KeptCommits[CommitCopy] = KeptCommits()
@@ -113,7 +112,8 @@ class HandledState(_OfThisProcess, ObjectState):
             self.save()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):  # fast path: a commit sets several internal attributes
+        # Return early, because each commit sets several internal attributes.
+        if name.startswith("_"):
             object.__setattr__(self, name, value)
             return
         handlers: dict[str, StateHandler] = self.__dict__.get("_handlers", {})
@@ -178,7 +178,7 @@ class HandledState(_OfThisProcess, ObjectState):
         shard_checks.check_optimizers(values)
 
     def _commits_of_shards(self, copies: Any, least: Any) -> ShardedCommits | None:
-        """Create the object for sharded commits if a model or an optimizer is sharded, else return None.
+        """Create the object that makes sharded commits, or return None if neither a model nor an optimizer is sharded.
 
         Raises:
             NotElastic: the combination of models and optimizers is not supported.
@@ -233,11 +233,13 @@ class HandledState(_OfThisProcess, ObjectState):
         return ShardedCommits(lambda: [*models, *optimizers, *partitioned], copies, shards, least)
 
     def _check_parameters(self) -> None:
-        """Check that the models of a sharded state have unchanged parameters, and that the optimizers train these.
+        """Check that the models of a sharded state have the same parameters as before, and that the optimizers train
+        only these.
 
         Raises:
-            NotElastic: a fully sharded model has other parameters than before, or an optimizer beside it trains others.
-            Invalid: an optimizer with its own sharding trains a parameter that is in no model.
+            NotElastic: the parameters of a fully sharded model have changed, or an optimizer in the state trains
+                others.
+            Invalid: a sharded optimizer trains a parameter that does not belong to any model.
         """
         for model in self._of_kind(FullyShardedHandler):
             model.check_parameters()
@@ -256,10 +258,10 @@ class HandledState(_OfThisProcess, ObjectState):
                 )
 
     def _check_stepped(self) -> None:
-        """Check that no optimizer outside the state steps the parameters of a sharded one.
+        """Check that no optimizer outside the state has stepped parameters that a sharded optimizer trains.
 
         Raises:
-            NotElastic: another optimizer has stepped them.
+            NotElastic: an optimizer outside the state has stepped such a parameter.
         """
         in_state = set(map(id, self._referred()))
         for part in (*self._of_kind(ShardedOptimizerHandler), *self._of_kind(ZeroOptimizerHandler)):
@@ -270,7 +272,9 @@ class HandledState(_OfThisProcess, ObjectState):
                 raise unsupported_sharding.refuse_replaced(part.name, other, which)
 
     def _notify_shards(self) -> None:
-        """Register the models' buffers and the gradient scalers with the shards, which keep them equal on all ranks."""
+        """Register the models' buffers and the gradient scalers with the state's `Shards`, which keep them equal on all
+        ranks.
+        """
         for shards in self._shards():
             for value in self._referred():
                 if isinstance(value, torch.nn.Module | torch.amp.GradScaler):
@@ -289,7 +293,7 @@ class HandledState(_OfThisProcess, ObjectState):
         return bool(self._of_kind(DiLoCoStateHandler))
 
     def _refuse_own_values(self) -> None:
-        """Raise Invalid if a value also belongs to a DiLoCo in the state, because it would be sent twice."""
+        """Raise Invalid if a value also belongs to a DiLoCo in the state, because it would then be sent twice."""
         for handler in self._of_kind(DiLoCoStateHandler):
             value = handler.value
             held = (value.model, value.inner_optimizer, value.outer_optimizer)
@@ -351,13 +355,13 @@ class HandledState(_OfThisProcess, ObjectState):
     # ---- commits ---------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Copy everything that may have changed since the last save.
+        """Copy all values that may have changed since the last save.
 
         Raises:
-            Invalid: a value can't be copied.
+            Invalid: a value cannot be copied.
             DeviceLost: the accelerator failed.
         """
-        # Save values that are likely to fail first, while the last commit is still complete.
+        # First save the values that are likely to fail, while the last commit is still complete.
         handled = {name: each.value for name, each in self._handlers.items()}
         shard_checks.check_schedules(handled)
         shard_checks.check_optimizers(handled)
@@ -377,8 +381,8 @@ class HandledState(_OfThisProcess, ObjectState):
                 self._random.save()
 
     def _save_shards(self, sharded: ShardedCommits, values: dict[str, Any]) -> None:
-        """Save the replicated values in two banks, like the shards, because all ranks may have to restore the previous
-        commit.
+        """Save the replicated values to two snapshot buffers alternately, like the shards: all ranks may have to
+        restore the previous commit.
         """
         self._check_parameters()
         self._check_stepped()
@@ -416,7 +420,7 @@ class HandledState(_OfThisProcess, ObjectState):
             self._random.adopt(saved)
 
     def _restore_shards(self, sharded: ShardedCommits) -> None:
-        """Discard the current forward and backward pass and, outside elastic jobs, restore this rank's shard.
+        """Discard the current forward and backward pass. Outside elastic jobs, also restore this rank's shard.
 
         In an elastic job, the ranks of the next world choose the commit to restore in `bring_shards`.
         """
@@ -480,14 +484,15 @@ class HandledState(_OfThisProcess, ObjectState):
             with rt.guard(COPY):
                 copied = self.transfer(group_on(torch.device("cpu")), 0, group_on=group_on)
             if rank in lacking:
-                self.reset()  # samplers divide the remaining samples among the ranks of this world
+                # Let samplers divide the remaining samples among the ranks of this world.
+                self.reset()
         copied += sharded.follow(rt, choice)
         self.save()
         sharded.seal()
         return copied
 
     def restore(self) -> None:
-        """Restore the last commit. After an incomplete save, only gradients are cleared.
+        """Restore the last commit. If the last save is incomplete, only gradients are cleared.
 
         Raises:
             DeviceLost: the accelerator failed.
@@ -511,10 +516,10 @@ class HandledState(_OfThisProcess, ObjectState):
             self._random.restore()
 
     def reset(self) -> None:
-        """Handle a change of the world: samplers and loaders redistribute the remaining samples."""
+        """Adapt to a change of the world: samplers and loaders redistribute the remaining samples."""
         loaders = self._of_kind(LoaderStateHandler)
         if any([loader.deals_again() for loader in loaders]):
-            # Samples of the interrupted step are distributed again, possibly to other ranks.
+            # The samples of the interrupted step are distributed again, possibly to other ranks.
             for optimizer in self._of_kind(OptimizerStateHandler):
                 optimizer.abandon_step()
         for part in self._of_ours():
@@ -573,9 +578,9 @@ class HandledState(_OfThisProcess, ObjectState):
     # ---- other workers ---------------------------------------------------------------------------
 
     def layout(self) -> str:
-        """Return the layout, such as ``model.0.weight float32 [10, 20]`` or ``optimizer SGD groups [4]``.
+        """Return the layout, as lines such as ``model.0.weight float32 [10, 20]`` or ``optimizer SGD groups [4]``.
 
-        The layout contains neither values nor entries of optimizers.
+        The layout contains neither values nor optimizer entries.
         """
         return "\n".join(line for part in self._parts().values() for line in part.layout())
 
@@ -600,7 +605,7 @@ class HandledState(_OfThisProcess, ObjectState):
             handler.sync()
         super().sync()
         for part in self._parts().values():
-            # other ranks did this when they received the state, and rank 0 must do the same
+            # Other ranks have done this when they received the state, so rank 0 must do it as well.
             part.reset()
 
     def transfer(
@@ -612,20 +617,22 @@ class HandledState(_OfThisProcess, ObjectState):
         group_on: GroupOn | None = None,
         keeps: bool = False,
     ) -> int:
-        """Send the live state of rank ``root`` to the other ranks, which receive it in place. Does not save.
+        """Send the live state of rank ``root`` to the other ranks, which receive it in place. Does not save the state.
 
         Args:
             group: CPU group of the ranks.
-            root: the sending rank.
-            expected_equal: the receiver holds the same commit; log a warning that names parameters that differ.
-            group_on: creates a group of the same ranks on a GPU.
-            keeps: whether tensors are not sent if all receivers hold them already.
+            root: rank that sends its state.
+            expected_equal: whether the receiver holds the same commit. If so, parameters that differ are named in a
+                warning.
+            group_on: function that creates a group of the same ranks on a GPU.
+            keeps: whether to skip tensors that all receivers already hold.
 
         Returns:
             The number of bytes copied.
 
         Raises:
-            StateMismatch: the layout or a schedule of this receiver differs. Raised after everything was received.
+            StateMismatch: the layout or a schedule of this receiver differs from the sender's. Raised after everything
+                was received.
         """
         moved, values = state_transfer.transfer(
             group, root, self._parts(), self._values(), self.layout(), group_on, keeps=keeps
@@ -650,8 +657,8 @@ class HandledState(_OfThisProcess, ObjectState):
     def digest(self) -> int:
         """Return a 63-bit digest of the committed parameters.
 
-        The digest is 0 without parameters. The digest is also 0 if a save began during the computation. In this case,
-        call the method again.
+        The digest is 0 if there are no parameters. It is also 0 if a save began during the computation; call the method
+        again in that case.
         """
         return self._digest(
             (f"{name}.{key}", tensor)
@@ -668,9 +675,10 @@ class HandledState(_OfThisProcess, ObjectState):
         )
 
     def digest_tensors(self) -> dict[str, int]:
-        """Return digests by tensor name, such as ``model.0.weight`` or ``optimizer.0.weight.exp_avg``.
+        """Return the digest of each committed tensor, by name, such as ``model.0.weight`` or
+        ``optimizer.0.weight.exp_avg``.
 
-        The result is empty under the conditions in which `digest` is 0.
+        The result is empty whenever `digest` would return 0.
         """
         if not self.valid():
             return {}
@@ -710,5 +718,5 @@ class HandledState(_OfThisProcess, ObjectState):
 
 
 def shards_of(state: State) -> ShardedCommits | None:
-    """Return the commits of a state's shards, or None without sharding."""
+    """Return the object that makes a state's sharded commits, or None if the state is not sharded."""
     return state._sharded if isinstance(state, HandledState) else None

@@ -1,8 +1,8 @@
-"""Handlers for the parts of a state that are sharded by rows.
+"""Handlers of the parts of a state that are sharded by rows.
 
 Values that all ranks share (buffers, parameters that are not sharded, step counters, options) are committed and sent
-like those of any other state. `sharded_commits` handles the sharded tensors: the handlers provide this rank's rows by
-name.
+like those of any other state. `sharded_commits` handles the sharded tensors, for which the handlers provide this rank's
+rows by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RowSpec:
         dtype: dtype of the tensor.
         plain: whether the optimizer stores this rank's rows as a plain tensor instead of a DTensor.
         sizes: if rows are the elements of a flattened tensor, the shape of that tensor.
-        on_host: whether it is in host memory even if its parameter is on a GPU.
+        on_host: whether the tensor is in host memory even if its parameter is on a GPU.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class RowSpec:
         return size
 
     def tensor(self, name: str) -> ShardedTensor:
-        """Return the description that `elastic.sharding` uses."""
+        """Return the description of this tensor that `elastic.sharding` uses."""
         return ShardedTensor(name, self.shape[0] if self.shape else 1, self.row_bytes)
 
     def local(self, rows: int, device: torch.device) -> torch.Tensor:
@@ -69,36 +69,34 @@ class LiveShard:
 class Sharded(Protocol):
     """Interface of a sharded model or optimizer in a state, used by `ShardedCommits`.
 
-    ``RowSpec.tensor`` gives the rows that each shard has of a tensor.
+    ``RowSpec.tensor`` determines which rows of a tensor each shard contains.
     """
 
     name: str
-    everywhere: bool  # whether all ranks have the same tensors, each with different rows
+    everywhere: bool  # whether all ranks have tensors of the same names, each with different rows
 
     @property
     def position(self) -> tuple[int, int] | None:
-        """Return the shard of this rank and the current number of shards, or None if both are those of the trained
-        model.
-        """
+        """Return this rank's shard and the current number of shards, or None if both are those of the trained model."""
 
     def live_shards(self) -> dict[str, LiveShard]:
-        """Return this rank's rows, by name."""
+        """Return the live tensors with this rank's rows, by name."""
 
     def recognized(self, key: str, spec: RowSpec) -> RowSpec:
-        """Return the description of a tensor that was read from a checkpoint."""
+        """Return the description of a tensor from a checkpoint, in the form that this part uses."""
 
     def follow(self, division: Division) -> dict[str, torch.Tensor]:
         """Adopt this rank's shard in another world.
 
-        Return the tensors that hold its rows from now on, by name, not yet filled. Rows of other tensors are set by
-        `place_shards`.
+        Returns the tensors that hold the shard's rows from now on, by name and still uninitialized. `place_shards` sets
+        the rows of other tensors.
         """
 
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
-        """Set this rank's rows, by name, after they were received."""
+        """Set this rank's rows, by name, after they have been received."""
 
     def abandon_pass(self) -> None:
-        """Discard what an interrupted forward or backward pass has left behind."""
+        """Discard the gathered parameters and gradients of an interrupted forward or backward pass."""
 
 
 class FullyShardedHandler(ModelStateHandler):
@@ -124,14 +122,14 @@ class FullyShardedHandler(ModelStateHandler):
         return dict(self.model.named_parameters(remove_duplicate=False))
 
     def check_parameters(self) -> None:
-        """Check that the model has the parameters that it had when the state was made.
+        """Check that the model still has the parameters that it had when the state was created.
 
         Raises:
             NotElastic: a parameter was replaced, added or removed.
         """
         fsdp2.reshard(self._groups)
         if self._structure.tensors() is not None:
-            return  # the same modules with unchanged parameters
+            return  # the modules and their parameters are the same
         present, before = self._parameters(), self._followed
         for name in {**before, **present}:
             if present.get(name) is not before.get(name):
@@ -148,7 +146,7 @@ class FullyShardedHandler(ModelStateHandler):
         return structure, {n: t for n, t in tensors.items() if not is_dtensor(t)}
 
     def seems_unchanged(self) -> bool:
-        return False  # There are too few replicated values for change detection to be worthwhile.
+        return False  # too few values are replicated for detecting changes to pay off
 
     def layout(self) -> list[str]:
         return [f"{self.name} is sharded by rows", *super().layout()]
@@ -158,7 +156,7 @@ class FullyShardedHandler(ModelStateHandler):
         for name, param in self._sharded.items():
             local, spec = local_of(param.sharded_param), self._row_specs.get(name)
             if spec is None or spec.dtype != local.dtype:
-                # The shape is that of the whole parameter.
+                # the shape of the whole parameter
                 spec = RowSpec(tuple(param.sharded_param.shape), local.dtype)
                 self._row_specs[name] = spec
             found[name] = LiveShard(local, spec)
@@ -170,8 +168,8 @@ class FullyShardedHandler(ModelStateHandler):
     def follow(self, division: Division) -> dict[str, torch.Tensor]:
         """Move the parameters to another mesh. Collective.
 
-        Process groups of a subset of the ranks, such as the groups of a mesh of replicas, end with their world. A world
-        that broke before training resumed may have left another mesh on some ranks only.
+        This is necessary even if the ranks have not changed: groups of some of the ranks, such as those of a mesh of
+        replicas, end with their world, and a world that failed early may have left another mesh on some ranks only.
         """
         model, size = self.model, len(division.order)
         if not (division.unchanged and fsdp2.is_over_all(model, size, division.shard)):
@@ -184,7 +182,7 @@ class FullyShardedHandler(ModelStateHandler):
         return {name: each.local for name, each in self.live_shards().items()}
 
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
-        """Do nothing, because the rows were received into the parameters."""
+        """Do nothing, because the rows were received directly into the parameters."""
 
     def abandon_pass(self) -> None:
         fsdp2.abandon(self.model)
@@ -199,7 +197,7 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
 
     everywhere = True
     _specs: dict[str, RowSpec]
-    _seen: list[torch.Tensor]  # the parameters and entries that `_specs` describes
+    _seen: list[torch.Tensor]  # parameters and entries that `_specs` describes
 
     @property
     def position(self) -> tuple[int, int] | None:
@@ -222,7 +220,9 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
         return structure, {name: each for name, each in tensors.items() if name not in sharded}
 
     def _check_values(self, values: dict[int, Any]) -> None:
-        """Raise Invalid if an entry other than a tensor, such as a list, contains rows of this rank."""
+        """Raise Invalid if an entry that is not a tensor, such as a list, contains tensors that would have to be
+        resharded.
+        """
         parameters = list(self.parameters()) if values else []
         for number, entries in values.items():
             for key, entry in entries.items() if self.is_divided(parameters[number]) else ():
@@ -235,11 +235,11 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
                     )
 
     def is_divided(self, parameter: torch.Tensor) -> bool:
-        """Return whether this rank has only a part of the parameter's entries."""
+        """Return whether this rank holds only a part of the parameter's entries."""
         return is_dtensor(parameter)
 
     def bytes_to_come(self) -> int:
-        return 0  # rows of shards are received into separate memory
+        return 0  # Rows of shards are received into separate memory.
 
     def live_shards(self) -> dict[str, LiveShard]:
         _, tensors = super().pack()
@@ -298,7 +298,7 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
             )
 
     def forget_specs(self) -> None:
-        """Force a new description of the entries at the next commit, even for unchanged objects."""
+        """At the next commit, describe the entries again, even if their objects have not changed."""
         self._specs, self._seen = {}, []
 
     def parameters(self) -> Iterator[torch.Tensor]:
@@ -310,7 +310,7 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """Return this rank's rows of a DTensor."""
+    """Return this rank's rows of a DTensor, or the tensor itself if it is not one."""
     local: torch.Tensor = tensor._local_tensor
     return local
 

@@ -1,4 +1,4 @@
-"""Exchange of Python objects between the ranks of a group through its collectives."""
+"""Exchanges Python objects between the ranks of a group through the group's collectives."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from elastic.collectives.interface import Collectives
 
-_LENGTH = 8  # bytes of the length prefix
-_FIRST = 8192  # bytes of the first exchange
+_LENGTH = 8  # size in bytes of the length prefix
+_FIRST = 8192  # size in bytes of the first exchange
 
 
 def gather(group: Collectives, value: Any) -> list[Any]:
-    """Gather a value from each rank on every rank, in rank order.
+    """Gather one value from each rank. Return all values on every rank, in rank order.
 
     Raises:
         CollectiveFailed: a rank was lost.
@@ -22,7 +22,8 @@ def gather(group: Collectives, value: Any) -> list[Any]:
     if group.size == 1:
         return [value]
     content = _bytes(value)
-    # A short value takes a single exchange: during recovery, each exchange waits for the slowest rank.
+    # A short value needs only one exchange. During recovery, this matters because each exchange waits for the slowest
+    # rank.
     first = torch.zeros(_FIRST, dtype=torch.uint8, device="cpu")
     first[:_LENGTH].view(torch.int64)[0] = len(content)
     short = content[: _FIRST - _LENGTH]
@@ -48,7 +49,7 @@ def _allgather(group: Collectives, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def broadcast(group: Collectives, value: Any, root: int) -> Any:
-    """Broadcast a value from rank ``root`` to every rank.
+    """Broadcast a value from rank ``root`` to all ranks, and return it.
 
     Raises:
         CollectiveFailed: a rank was lost.

@@ -1,7 +1,7 @@
-"""Memory of a snapshot buffer (bank) that outlives its process while another process on the host maps it.
+"""Memory of a snapshot buffer that outlives its process as long as another process on the host maps it.
 
-The memory is part of the arena, which the other ranks of the host map. A header states which commit is complete in it.
-The other ranks can therefore verify the contents, whenever the process was killed.
+The memory is part of the arena, which the other ranks of the host map. A header states which commit the memory contains
+completely. If the process is killed at any time, the other ranks can therefore tell whether the contents are usable.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from elastic.collectives.backend_selection import Identity, Shareable
 from elastic.collectives.shared_memory import arena, peer_memory
 from elastic.sharding.shard_inventory import CommitId
 
-HEADER = 64  # bytes: 8 int64
-_RESERVE = 1.5  # reserved address space of a bank, as a multiple of its size
-_RESERVE_MOST = (
-    1 / 16
-)  # fraction of the arena; larger banks reserve no additional space, because the arena has other users
-# first int64 of the header, followed by generation, number, shard; 0 means incomplete
+HEADER = 64  # size of the header in bytes: 8 int64
+_RESERVE = 1.5  # address space that a buffer reserves, as a multiple of its size
+# limit for the reserved space as a fraction of the arena; larger buffers reserve no additional space, because the arena
+# has other users
+_RESERVE_MOST = 1 / 16
+# first int64 of the header of a complete shard; 0 if incomplete. It is followed by generation, number and shard.
 _WHOLE = 0x7E1A5710C0331701
 
 
-# Flags by bank. They prevent the reuse of memory that other processes on the host still need after a process that
-# leaves or raises has dropped its state.
+# Current memory of each buffer, by number. The reference keeps it allocated when a process that leaves or raises drops
+# its state, because other processes on the host still need it.
 _kept: dict[int, torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
 class ArenaOffer:
-    """Handle of a process's arena, with which other processes on the host can map it."""
+    """Handle with which other processes on the host can map a process's arena."""
 
     owner: Identity
     memory: Shareable
 
 
 def offer() -> ArenaOffer | None:
-    """Return the handle of this process's arena, or None if the system does not permit mapping it or
-    ELASTIC_NATIVE=0.
+    """Return the handle of this process's arena, or None with ELASTIC_NATIVE=0 or if the system does not permit mapping
+    it.
     """
     mine = arena.mine()
     if mine is None:
@@ -53,14 +53,14 @@ def offer() -> ArenaOffer | None:
 
 
 def allocate(size: int, bank: int) -> torch.Tensor:
-    """Allocate the memory of a bank, in the arena if one exists.
+    """Allocate the memory of a snapshot buffer, in the arena if one exists.
 
-    Memory in the arena is kept until this bank allocates again or the process exits. Address space for `resized` is
-    reserved after it; its pages are not touched.
+    Memory in the arena stays allocated until this buffer allocates again or the process exits. Address space for
+    `resized` is reserved behind it, but its pages are not touched.
 
     Args:
         size: size in bytes.
-        bank: a number that is unique among the banks of this process.
+        bank: number of the buffer, unique within this process.
 
     Returns:
         A uint8 tensor [size] of whole pages, which it shares with no other tensor.
@@ -77,10 +77,10 @@ def allocate(size: int, bank: int) -> torch.Tensor:
 
 
 def resized(buffer: torch.Tensor, size: int) -> torch.Tensor | None:
-    """Return memory from `allocate` with another size, or None if the new size does not fit the reserved space.
+    """Return memory from `allocate` with another size, or None if that size does not fit into the reserved space.
 
-    Used pages stay allocated, because allocating a page in a virtual machine takes several times as long as copying it.
-    The memory of a bank is therefore up to twice as large as its contents.
+    Pages that have been used stay allocated, because in a virtual machine, allocating a page takes several times as
+    long as copying it. The memory is therefore up to twice as large as its contents.
     """
     reserved = buffer.untyped_storage().nbytes()
     if not size <= reserved <= 2 * size:
@@ -89,21 +89,21 @@ def resized(buffer: torch.Tensor, size: int) -> torch.Tensor | None:
 
 
 def keep(buffer: torch.Tensor, bank: int) -> torch.Tensor:
-    """Keep memory from `allocate` until the bank allocates again, and return it."""
+    """Keep memory from `allocate` until this buffer allocates again, and return it."""
     if offset_of(buffer) >= 0:
         _kept[bank] = buffer
     return buffer
 
 
 def offset_of(buffer: torch.Tensor) -> int:
-    """Return the offset of the buffer in the arena in bytes, or -1 outside of the arena."""
+    """Return a tensor's offset in the arena in bytes, or -1 if it is not in the arena."""
     mine = arena.mine()
     found = None if mine is None else mine.offset_of(buffer.data_ptr(), buffer.nbytes)
     return -1 if found is None else found
 
 
 def mark(buffer: torch.Tensor, commit: CommitId | None, shard: int) -> None:
-    """Write the header with the shard and its commit. None marks the contents as incomplete."""
+    """Write the shard and its commit to the header. None as ``commit`` marks the contents as incomplete."""
     header = buffer[:HEADER].view(torch.int64)
     header[0] = 0
     if commit is not None:
@@ -112,12 +112,12 @@ def mark(buffer: torch.Tensor, commit: CommitId | None, shard: int) -> None:
 
 
 def is_whole(buffer: torch.Tensor, commit: CommitId, shard: int) -> bool:
-    """Return whether the header states that this shard of this commit is complete."""
+    """Return whether, according to the header, the memory contains this shard of this commit completely."""
     return buffer[:HEADER].view(torch.int64)[:4].tolist() == [_WHOLE, *commit, shard]
 
 
 class PeerArena:
-    """Mapping of the arena of another process on this host.
+    """Mapping of another process's arena on this host.
 
     The mapping is released when the object is garbage-collected.
 
@@ -132,6 +132,6 @@ class PeerArena:
         weakref.finalize(self, mapping.release).atexit = False
 
     def view(self, offset: int, size: int) -> torch.Tensor:
-        """Return a uint8 tensor [size] that is valid while this object exists."""
+        """Return a uint8 tensor [size] of the mapped memory. It is valid as long as this object exists."""
         memory = (ctypes.c_char * size).from_address(self._address + offset)
         return torch.frombuffer(memory, dtype=torch.uint8)

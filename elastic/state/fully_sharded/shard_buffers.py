@@ -1,4 +1,4 @@
-"""Host memory of a snapshot buffer (bank): this rank's shard, copies of other shards, and replicated values."""
+"""Host memory of a snapshot buffer: this rank's shard, copies of other shards, and replicated values."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def as_layout(specs: dict[str, RowSpec], shards: int) -> ShardLayout:
 
 
 class ShardBuffers:
-    """Memory of one commit. Buffers are allocated once, and reallocated only if their sizes change.
+    """Memory of one commit. Allocated once, and reallocated only if sizes change.
 
     Args:
-        spares: memory formerly held for checkpoints, shared by all banks of the process.
-        stage: memory of the GPU to copy through, shared by all banks of the process.
+        spares: memory from which checkpoints were written, for reuse by all snapshot buffers of the state.
+        stage: GPU memory to copy through, shared by all snapshot buffers of the state.
     """
 
     def __init__(
@@ -50,32 +50,34 @@ class ShardBuffers:
         self._stage = pinned.DeviceStaging() if stage is None else stage
         self._pinned: pinned.PinnedMemory | None = None
         self._copying: tuple[BackgroundCopy, CommitId] | None = None
-        self.snapshots: dict[str, Snapshot] = {}  # snapshots of the replicated tensors, by part
+        # snapshots of the replicated tensors, by part name
+        self.snapshots: dict[str, Snapshot] = {}
         self.values: Any = None
         self.specs: dict[str, RowSpec] = {}
         self.layout = ShardLayout((), 1)
-        self.offsets: dict[int, list[int]] = {}  # offsets of the tensors, by shard
-        # complete copies in snapshot buffers of other processes on this host, with their headers, by shard; a
-        # replicated shard has several
+        self.offsets: dict[int, list[int]] = {}  # offsets of the tensors in each shard
+        # complete shards in snapshot buffers of other processes on this host, by shard, each with its header; several
+        # for a replicated shard
         self.peers: dict[int, list[tuple[PeerArena, torch.Tensor]]] = {}
         self._own = torch.empty(
             0, dtype=torch.uint8, device="cpu"
-        )  # memory of this rank's shard, after a header
-        # previous `_own` while a checkpoint is written from it
+        )  # header and memory of this rank's shard
+        # the `_own` from which a checkpoint is being written, or None
         self._held_shard: torch.Tensor | None = None
-        self._buffers: dict[int, torch.Tensor] = {}  # uint8 tensors, by shard
+        # copies of other shards as uint8 tensors, by shard
+        self._buffers: dict[int, torch.Tensor] = {}
         self._shard = 0  # index of this rank's shard
         self._views: list[torch.Tensor] = []
         self._viewed: tuple[Any, ...] = ()
         self._host = HostCopy([], [])
 
     def arrange(self, shards: dict[str, LiveShard], count: int, held: Sequence[int]) -> None:
-        """Prepare the bank for a commit of these tensors, divided into ``count`` shards.
+        """Prepare the buffer for a commit of these tensors, divided into ``count`` shards.
 
         Args:
             shards: this rank's rows of each tensor, by name.
             count: number of shards.
-            held: the shards to keep in this bank, this rank's first.
+            held: shards to keep in this buffer, this rank's own first.
         """
         specs = {name: each.spec for name, each in shards.items()}
         if specs != self.specs or count != self.layout.shards:
@@ -110,19 +112,19 @@ class ShardBuffers:
             self._buffers[shard] = buffer
 
     def learn(self, specs: dict[str, RowSpec]) -> None:
-        """Extend the layout to all tensors of the commit, including tensors without rows on this rank."""
+        """Extend the layout to all tensors of the commit, including those without rows on this rank."""
         if list(specs) != list(self.specs):
             self.specs, self.layout = specs, as_layout(specs, self.layout.shards)
             self.offsets = {shard: self.layout.offsets(shard) for shard in self.offsets}
 
     def copy(self, shards: dict[str, LiveShard], commit: CommitId, *, exposed: bool = False) -> int:
-        """Copy this rank's shard into the bank and mark it complete.
+        """Copy this rank's shard into the buffer, and mark it as complete.
 
         From a GPU, this only starts the copy: call `order` and `finish` afterwards.
 
         Args:
             shards: this rank's rows of each tensor, by name.
-            commit: the commit that the bank will hold.
+            commit: commit that the buffer will contain.
             exposed: see `BackgroundCopy`.
 
         Returns:
@@ -160,7 +162,7 @@ class ShardBuffers:
         return sum(each.nbytes for each in tensors)
 
     def _pin(self, devices: set[torch.device]) -> bool:
-        """Pin the memory if all tensors are on one GPU. Return whether it is pinned."""
+        """If all tensors are on one GPU, pin the memory. Return whether it is pinned."""
         if len(devices) != 1:
             return False
         if self._pinned is None:
@@ -172,23 +174,25 @@ class ShardBuffers:
 
     @property
     def copying(self) -> bool:
-        """Return whether a copy has begun and `finish` was not called."""
+        """Return whether a copy was started and `finish` has not been called."""
         return self._copying is not None
 
     def order(self) -> None:
-        """Make the current stream of the GPU wait until the copy has read the tensors. In the training thread."""
+        """Make the GPU's current stream wait until the copy has read the tensors. Must be called in the training
+        thread.
+        """
         if self._copying is not None:
             self._copying[0].order()
 
     def wait(self) -> None:
-        """Wait for the copy to complete, before the script continues."""
+        """Wait for the copy to complete before the script continues."""
         copying = self._copying
         if copying is not None:
             copying[0].order()
             copying[0].finish()
 
     def finish(self) -> bool:
-        """Wait for the copy and mark it complete. In any thread, which may wait for `order`.
+        """Wait for the copy, and mark it as complete. May be called in any thread, and may wait for `order`.
 
         Returns:
             Whether the copy is valid; see `BackgroundCopy.finish`.
@@ -206,14 +210,14 @@ class ShardBuffers:
         return valid
 
     def digest(self) -> int:
-        """Return a 63-bit digest of the values of this rank's shard."""
+        """Return a 63-bit digest of the values in this rank's shard."""
         return digest.digest((str(number), view) for number, view in enumerate(self._views))
 
     def hold(self) -> Callable[[], None]:
-        """Preserve this rank's shard while later commits are copied to other memory.
+        """Keep this rank's shard unchanged. Until it is released, later commits are copied to other memory.
 
         Returns:
-            A function that releases the shard; it can be called from any thread.
+            A function that releases the shard. It may be called from any thread.
         """
         assert self._held_shard is None, "the shard is held already"
         self._held_shard = self._own
@@ -236,7 +240,7 @@ class ShardBuffers:
         return peer_arena.allocate(size, self._number)
 
     def own_rows(self) -> dict[str, tuple[RowSpec, torch.Tensor]]:
-        """Return the spec and this rank's rows of each tensor, by name."""
+        """Return the specification and this rank's rows of each tensor, by name."""
         found, views = {}, iter(self._views)
         shard = self._shard
         for tensor, (name, spec) in zip(self.layout.tensors, self.specs.items(), strict=True):
@@ -257,13 +261,13 @@ class ShardBuffers:
         return peer_arena.offset_of(self._own), len(self._own)
 
     def map_peer(self, shard: int, arena: PeerArena, offset: int, size: int) -> None:
-        """Record where another process on this host holds this shard of the commit."""
+        """Record the location of this shard of the commit in another process on this host."""
         self.peers.setdefault(shard, []).append((arena, arena.view(offset, size)))
 
     def lasting(self, commit: CommitId) -> list[int]:
-        """Return the shards of the commit that are complete in memory of other processes on this host.
+        """Return the shards of the commit that are complete in the memory of other processes on this host.
 
-        The processes may have been killed since; their memory remains mapped.
+        These processes may have been killed in the meantime, but their memory stays mapped.
         """
         self.peers = {
             shard: [each for each in there if peer_arena.is_whole(each[1], commit, shard)]
@@ -272,14 +276,14 @@ class ShardBuffers:
         return [shard for shard, there in self.peers.items() if there]
 
     def buffer(self, shard: int) -> torch.Tensor:
-        """Return all bytes of a shard as a uint8 tensor, from this bank or another process's bank on this host."""
+        """Return all bytes of a shard as a uint8 tensor, from this buffer or from another process on this host."""
         if shard == self._shard:
             return self._own[peer_arena.HEADER :]
         held = self._buffers.get(shard)
         return self.peers[shard][0][1][peer_arena.HEADER :] if held is None else held
 
     def rows(self, move: ReshardingMove) -> torch.Tensor:
-        """Return the rows of a move, from a shard that this bank holds, as a uint8 tensor."""
+        """Return the rows that a move sends, from a shard in this buffer, as a uint8 tensor."""
         tensor = self.layout.tensors[move.tensor]
         first = self.layout.rows(tensor, move.shard).begin
         if move.shard not in self.offsets:

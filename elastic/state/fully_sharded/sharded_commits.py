@@ -1,13 +1,13 @@
-"""Commits of a sharded state: copying, mirroring and sealing, and restoring a commit in another world.
+"""Commits of a sharded state: copies, mirrors and seals shards, and restores a commit in another world.
 
-`elastic.sharding` makes the decisions. This module copies and sends. A commit is a copy of this rank's shard in one of
-two snapshot buffers (banks). It is sent to the ranks that keep a copy of the shard, and sealed once all ranks have
-copied and sent their shards.
+`elastic.sharding` makes the decisions; this module copies and sends data. For a commit, each rank copies its shard to
+one of two snapshot buffers, and sends it to the ranks that keep a copy of the shard. The commit is sealed once all
+ranks have copied and sent their shards.
 
-Copies are sent in the background: `commit` returns once this rank's shard is copied. The next commit, a planned change
-of the world and the end of the training wait for the copies in `seal`. In another world, all ranks report which shards
-of which commits they hold and restore the newest complete commit: rows are sent to their new owners, placed, and
-mirrored again before training continues.
+Shards are sent in the background: `commit` returns once this rank's shard is copied. The next commit, a planned change
+of the world and the end of the training wait in `seal` until they have been sent. In another world, all ranks report
+which shards of which commits they hold and restore the newest complete commit: rows are sent to their new owners,
+placed, and mirrored again before training continues.
 """
 
 from __future__ import annotations
@@ -65,25 +65,25 @@ WRITTEN = (
     "the script has changed a sharded tensor after commit() and before the next step of an optimizer, so that commit"
     " was discarded: change tensors before commit(); from here on, training waits while commits are copied"
 )
-# Maximum number of bytes of one exchange: backends support counts up to 2**31, and the rows of an exchange are in
-# memory twice.
+# Maximum number of bytes of one exchange: backends support counts up to 2**31, and an exchange keeps its rows in memory
+# twice.
 PIECE = 256 << 20
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class ShardedWorld:
-    """The ranks among which the shards are divided.
+    """Ranks of one world among which the shards are divided.
 
     Args:
         generation: generation of the world.
         rank: this rank.
-        order: the rank at each place of a mesh of replicas by shards.
+        order: rank at each position of a mesh of replicas by shards.
         shards: number of shards.
-        hosts: the host of each rank.
-        placement: for each shard, the ranks that keep a copy.
+        hosts: host of each rank.
+        placement: ranks that keep a copy of each shard.
         arenas: mapped arenas of other ranks on this host, by rank.
-        lasting: whether the memory of this rank outlives its process.
+        lasting: whether this rank's memory outlives its process.
     """
 
     generation: int
@@ -92,7 +92,7 @@ class ShardedWorld:
     shards: int
     hosts: tuple[str, ...]
     placement: Placement
-    arenas: Mapping[int, PeerArena]  # mapped arenas of other ranks, by rank
+    arenas: Mapping[int, PeerArena]  # mapped arenas of other ranks on this host, by rank
     lasting: bool = False
 
     @property
@@ -105,12 +105,12 @@ class ShardedWorld:
         return [sender(column, n) for n, column in enumerate(columns(self.order, self.shards))]
 
     def placed(self) -> ShardsPlaced:
-        """Return the report on this rank's part, without the sources of its rows."""
+        """Return the driver's report on this rank's shard, without the sources of its rows."""
         keeps = tuple(copied_to(self.placement, self.rank))
         return ShardsPlaced(self.shards, self.shard, keeps, self.lasting)
 
     def where(self) -> tuple[tuple[str, ...], ...]:
-        """Return, for each shard, the hosts that hold the shard. The owners' hosts come first."""
+        """Return the hosts that hold each shard, the owners' hosts first."""
         return tuple(
             tuple(self.hosts[rank] for rank in (*column, *copies))
             for column, copies in zip(columns(self.order, self.shards), self.placement, strict=True)
@@ -119,10 +119,10 @@ class ShardedWorld:
 
 @dataclass
 class CommitCost:
-    """Cost of the last commit: bytes of the shard, seconds of each phase, and bytes sent to other ranks.
+    """Cost of the last commit: size of the shard in bytes, seconds of each phase, and bytes sent to other ranks.
 
-    With copies on other hosts, ``mirror_s`` does not include the transfer, which happens in the background, and
-    ``seal_s`` is the time that this commit has waited for the transfer and the seal of the previous one.
+    With copies on other hosts, ``mirror_s`` excludes the transfer, which runs in the background, and ``seal_s`` is the
+    time for which this commit has waited until the previous one was transferred and sealed.
     """
 
     nbytes: int = 0
@@ -134,28 +134,28 @@ class CommitCost:
 
 @dataclass(frozen=True)
 class Choice:
-    """The commit that all ranks restore.
+    """Commit that all ranks restore.
 
-    ``bank`` is this rank's bank with a shard of the commit, or None without one.
+    ``bank`` is this rank's snapshot buffer with a shard of the commit, or None if it has none.
     """
 
     whole: WholeCommit
     hosts: tuple[str, ...]
     bank: ShardBuffers | None
     arenas: Mapping[int, PeerArena]
-    lasting: Sequence[bool]  # whether the memory of each rank outlives the rank's process
-    # number of shards of a mesh of replicas by shards, or None if each rank has a separate shard
+    lasting: Sequence[bool]  # whether each rank's memory outlives its process
+    # minimum number of shards of a mesh of replicas by shards, or None if each rank has its own shard
     least: int | None
 
     @property
     def root(self) -> int:
-        """Return the rank that provides the replicated state."""
+        """Return the rank that sends the replicated values."""
         return self.whole.ranks()[0]
 
     def lacking(self, size: int) -> list[int]:
-        """Return the ranks that receive the replicated state.
+        """Return the ranks that receive the replicated values.
 
-        The initial state (generation 0) may differ between ranks, so all ranks but `root` receive it.
+        The initial state (generation 0) may differ between ranks, so all ranks except `root` receive it.
         """
         holding = [self.root] if self.whole.commit.generation == 0 else self.whole.ranks()
         return [rank for rank in range(size) if rank not in holding]
@@ -163,7 +163,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class WorldInventory:
-    """Inventories, hosts and memory of the ranks of a world, by rank.
+    """Shards, hosts and memory that the ranks of a world have reported, by rank.
 
     Args:
         arenas and lasting: see `Choice`.
@@ -177,38 +177,38 @@ class WorldInventory:
 
     @property
     def least(self) -> int | None:
-        """Return the smallest number of shards (see `Choice`), taken from a rank that holds a commit.
+        """Return the minimum number of shards (see `Choice`), as reported by a rank that holds a commit.
 
-        A joining worker creates its mesh before it joins, possibly with another shape.
+        A joining worker is not asked, because it has created its mesh before joining, possibly with another shape.
         """
         holding = [rank for rank, held in enumerate(self.inventories) if held]
         return self.leasts[self.whole.ranks()[0] if self.whole else min(holding, default=0)]
 
     @property
     def whole(self) -> WholeCommit | None:
-        """Return the newest commit with a complete set of shards, or None."""
+        """Return the newest commit whose shards are all held by some rank, or None."""
         return newest_whole(self.inventories)
 
     @property
     def lost(self) -> bool:
-        """Return whether commits exist but none of them is complete."""
+        """Return whether there are commits, but none of them is complete."""
         return any(self.inventories) and self.whole is None
 
     def loss(self) -> ShardLost:
-        """Return the error that names the missing shards."""
+        """Return the error that lists the missing shards."""
         lost = lost_shards(self.inventories)
         return ShardLost([(each.shard, each.shards, each.hosts) for each in lost])
 
 
 class ShardedCommits:
-    """Commits of one state. All methods must be called from the training thread.
+    """Commits of one sharded state. All methods must be called from the training thread.
 
     Args:
-        parts: returns the parts that have sharded tensors.
+        parts: function that returns the parts with sharded tensors.
         copies: number of ranks on other hosts that keep a copy of each shard.
-        least: smallest number of shards of a mesh with replicas. None means one shard per rank.
-        given: ``least_shards`` as the script gave it. Without it, ``least`` is derived from a mesh, which a joining
-            worker may have made with another shape.
+        least: minimum number of shards of a mesh with replicas. None means one shard per rank.
+        given: ``least_shards`` as passed by the script, or None. In that case, ``least`` comes from a mesh, which a
+            joining worker may have created with another shape.
     """
 
     def __init__(
@@ -220,51 +220,52 @@ class ShardedCommits:
     ) -> None:
         self.copies = copies
         self.given = given
-        self.least = least  # smallest number of shards; see `Choice`
+        self.least = least  # minimum number of shards; see `Choice`
         self.spent = CommitCost()
-        # report for the driver on the last change of the world
+        # report to the driver about the last change of the world
         self._rows_placed: ShardsPlaced | None = None
         self._parts = parts
         self._cycle = DoubleBuffer()
         spares: list[torch.Tensor] = []
         stage = DeviceStaging()
         self._banks = ShardBuffers(spares, stage), ShardBuffers(spares, stage)
-        # thread that mirrors a shard that is still being copied from a GPU
+        # thread that waits for a copy from a GPU and then mirrors the shard
         self._mirroring: _Mirroring | None = None
-        self.discarded = False  # whether the newest commit was dropped by `seal`
-        self._exposed = True  # whether training continues while the GPU's tensors are read
-        # None if the state is not divided among ranks yet, or if this is the only rank.
+        self.discarded = False  # whether `seal` has dropped the newest commit
+        self._exposed = True  # whether training may continue while the GPU's tensors are read
+        # None if the state is not divided among ranks yet, or if this is the only rank
         self._world: ShardedWorld | None = None
         self._number = 0  # number of the next commit in this world
-        self._bank = 0  # index of the bank in progress
-        # transfers of the newest commit, or None if the commit is sealed
+        self._bank = 0  # index of the snapshot buffer that contains the newest commit
+        # transfers of the newest commit, or None once it is sealed
         self._transfers: list[Transfer] | None = None
-        # Used if ranks have different tensors: the specs of this rank at the last commit, and those of all ranks.
+        # If ranks have different tensors: this rank's specifications at the last commit, and those of all ranks.
         self._mine: dict[str, RowSpec] | None = None
         self._everyones: dict[str, RowSpec] = {}
 
     def options(self) -> list[str]:
-        """Return the lines of options that must be equal on all workers of a world."""
+        """Return the options that must be equal on all workers of a world, as lines."""
         least = [] if self.given is None else [f"least_shards {self.given}"]
         return [f"copies {self.copies}", *least]
 
     # ---- a commit ------------------------------------------------------------------------------------------------
 
     def commit(self, save: Callable[[dict[str, Snapshot]], Any]) -> None:
-        """Seal the previous commit and make another one. Copies this rank's shard, and begins to mirror it. Collective.
+        """Seal the previous commit and make another: copy this rank's shard, and start to mirror it. Collective.
 
-        It is sealed immediately if no copies need to be sent.
+        The new commit is sealed immediately if no copies have to be sent.
 
         Args:
-            save: saves the replicated parts into the given snapshots, by part, and returns the other replicated
-                values. If it raises, the previous commit stays the newest.
+            save: function that saves the replicated parts into the given snapshots, keyed by part name, and returns the
+                other replicated values. If it raises an exception, the previous commit stays the newest.
 
         Raises:
             PeerLost: a rank was lost.
-            StateMismatch: ranks commit different tensors, or replicas differ.
+            StateMismatch: ranks commit different tensors, or replicas of a shard differ.
         """
         waited_s = self.seal()
-        self._finish_copy()  # Wait for the copy of a commit that raised an error.
+        # A commit that raised an error may have left a copy in progress, so wait for it.
+        self._finish_copy()
         world, rt, live = self._world, lifecycle.active(), self._live()
         shards = self._with_rows(self._agree_on_specs(live), live)
         record = self._record(world)
@@ -310,23 +311,23 @@ class ShardedCommits:
         return BufferRecord(commit, world.shards, world.shard, tuple(copies), world.where())
 
     def skip(self) -> None:
-        """Skip the number of a commit that no rank makes. Called on all ranks."""
+        """Skip the number of a commit that no rank makes. Must be called on all ranks."""
         self._number += 1
 
     def redo(self) -> None:
-        """Reuse the number of the newest commit, which was dropped, for the next commit."""
+        """Let the next commit have the number of the newest one, which was dropped."""
         self._number -= 1
 
     def seal(self) -> float:
-        """Wait until all ranks have mirrored the newest commit, and seal the commit.
+        """Wait until all ranks have mirrored the newest commit, and seal it.
 
-        Collective, unless the commit is sealed already.
+        Collective, unless the commit is already sealed.
 
-        If the script has written to a tensor while the tensor was copied, on any rank, the commit is dropped instead.
-        From then on, training waits for the copies of this state.
+        If the script has written to a tensor on any rank while it was copied, the commit is dropped instead. From then
+        on, training waits for copies of this state.
 
         Returns:
-            The seconds that sealing took.
+            Time in seconds that sealing took.
 
         Raises:
             PeerLost: a rank was lost.
@@ -357,7 +358,8 @@ class ShardedCommits:
         return time.perf_counter() - began
 
     def _finish_copy(self) -> bool:
-        """Wait until this rank's shard of the newest commit is in its bank. Return whether it is valid on all ranks.
+        """Wait until this rank's shard of the newest commit is copied. Return whether the copies are valid on all
+        ranks.
 
         Raises:
             CollectiveFailed: the group has failed.
@@ -368,7 +370,7 @@ class ShardedCommits:
         if mirroring is None:
             if bank.copying and bank.finish():
                 self._cycle.copied()
-            return True  # The script has not run in between.
+            return True  # The script has not run in the meantime, so the copy is valid.
         self._mirroring = None
         mirroring.join()
         if mirroring.copied:
@@ -383,7 +385,9 @@ class ShardedCommits:
     def _agree_and_mirror(
         self, group: Collectives, world: ShardedWorld, bank: ShardBuffers, valid: bool
     ) -> tuple[bool, list[Transfer], int]:
-        """Return whether the copies of all ranks are valid, and what `_mirror` returns. Collective."""
+        """If the copies of all ranks are valid, mirror them. Return whether they are, and the result of `_mirror`.
+        Collective.
+        """
         agreed = torch.tensor([valid], dtype=torch.int64, device="cpu")
         group.allreduce(agreed, Op.MIN).wait()
         if not bool(agreed):
@@ -391,8 +395,10 @@ class ShardedCommits:
         return True, *self._mirror(group, world, bank)
 
     def _stop_mirroring(self) -> None:
-        """Record the newest commit as mirrored if its transfers on this rank completed before the world ended."""
-        with contextlib.suppress(CollectiveFailed):  # the group of the failed world is unusable
+        """When the world has ended, record the newest commit as mirrored if this rank's transfers of it had
+        completed.
+        """
+        with contextlib.suppress(CollectiveFailed):  # the group has failed with its world
             if not self._finish_copy():
                 self._cycle.discard()
                 self._transfers = None
@@ -401,7 +407,7 @@ class ShardedCommits:
             self._cycle.mirrored()
 
     def _agree_on_specs(self, live: dict[str, LiveShard]) -> dict[str, RowSpec]:
-        """Return the specs of the tensors of all ranks. Collective if ranks can have different tensors."""
+        """Return the specifications of all ranks' tensors. Collective if ranks can have different tensors."""
         mine = {name: each.spec for name, each in live.items()}
         if self._everywhere():
             return mine
@@ -437,16 +443,16 @@ class ShardedCommits:
     ) -> bool:
         """Check that all ranks commit the same tensors, and exchange the arena offsets of their shards. Collective.
 
-        The sizes of the transfers that follow depend on the tensors being the same.
+        All ranks must have the same tensors, because the sizes of the following transfers depend on them.
 
         Args:
             group: group of all ranks.
-            world: the current world.
-            bank: the bank in progress.
-            content: whether to compare the values of replicas of a shard as well.
+            world: current world.
+            bank: snapshot buffer of the commit in progress.
+            content: whether to compare the values of a shard's replicas as well.
 
         Returns:
-            Whether any rank's shard is still copied from a GPU.
+            Whether any rank's shard is still being copied from a GPU.
 
         Raises:
             StateMismatch: tensors or replicas differ.
@@ -484,9 +490,10 @@ class ShardedCommits:
     def _mirror(
         self, group: Collectives, world: ShardedWorld, bank: ShardBuffers
     ) -> tuple[list[Transfer], int]:
-        """Start sending this rank's shard to the ranks that keep a copy of it, and receiving other shards.
+        """Start to send this rank's shard to the ranks that keep a copy of it, and to receive the shards that this rank
+        keeps.
 
-        Return the transfers, and the bytes sent.
+        Returns the transfers, and the number of bytes sent.
         """
         levels = max(map(len, world.placement), default=0)
         senders = world.senders
@@ -521,35 +528,35 @@ class ShardedCommits:
     # ---- another world -------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Discard all commits at the start of a training, whose initial state is in the live tensors."""
+        """Discard all commits when a training starts, because its initial state is in the live tensors."""
         self._finish_copy()
         self._cycle.forget()
         self._world, self._number, self._transfers = None, 0, None
 
     def abandon_pass(self) -> None:
-        """Discard what an interrupted forward or backward pass has left behind."""
+        """Discard the gathered parameters and gradients of an interrupted forward or backward pass."""
         for part in self._parts():
             part.abandon_pass()
 
     @property
     def placed(self) -> ShardsPlaced | None:
-        """Return the report for the driver on this rank's part since the last change of the world, or None without a
-        change.
+        """Return the report to the driver about this rank's shard since the last change of the world, or None before
+        the first.
         """
         return self._rows_placed
 
     def held(self) -> ShardsHeld:
-        """Return the shards that this rank can contribute to the next world, for the driver."""
+        """Return the report to the driver about the shards that this rank can contribute to the next world."""
         self._stop_mirroring()
         return shard_reports.as_held(self._inventory(), self.copies, self._cycle.newest_sealed)
 
     def meet(self, rt: WorkerRuntime) -> WorldInventory:
-        """Exchange the inventories of all ranks of this world. Collective.
+        """Exchange all ranks' inventories of shards in this world. Collective.
 
         Raises:
             PeerLost: a rank was lost.
         """
-        # FSDP2 derives its prefetching from a record of earlier passes, which joining ranks do not have.
+        # FSDP2 derives its prefetching from a record of earlier passes, which joining ranks lack. Discard the record.
         self.abandon_pass()
         self._stop_mirroring()
         with rt.guard("choice of the commit"):
@@ -569,7 +576,7 @@ class ShardedCommits:
         )
 
     def choose(self, met: WorldInventory) -> Choice:
-        """Return the commit that all ranks restore.
+        """Return the commit that all ranks must restore.
 
         Raises:
             ShardLost: no commit is complete.
@@ -602,7 +609,7 @@ class ShardedCommits:
     def follow(self, rt: WorkerRuntime, choice: Choice) -> int:
         """Receive the rows of this rank's new shard from the ranks that hold them.
 
-        Collective. Return the bytes received from other ranks.
+        Collective. Returns the number of bytes received from other ranks.
         """
         rank, size = rt.place.rank, rt.place.size
         specs = self._agree(rt, choice)
@@ -652,19 +659,18 @@ class ShardedCommits:
     def hold(self, held: HeldCommit) -> None:
         """Add this rank's rows of the newest commit to ``held_commit``.
 
-        They stay unchanged until ``held_commit`` releases them.
+        The rows stay unchanged until ``held_commit`` releases them.
         """
         newest = self._cycle.base if self._transfers is None else self._bank
         assert newest is not None, "nothing was committed"
         self._banks[newest].wait()
-        bank = self._banks[
-            newest
-        ]  # a checkpoint is complete once all ranks have written it, sealed or not
+        # A checkpoint is complete once all ranks have written it, even if the commit is not sealed.
+        bank = self._banks[newest]
         held.release_shard = bank.hold()
         world = self._world
         writes = (
             world is None or world.senders[world.shard] == world.rank
-        )  # written by only one of several replicas
+        )  # Only one of several replicas writes the shard.
         for tensor, (name, (spec, rows)) in zip(
             bank.layout.tensors, bank.own_rows().items(), strict=True
         ):
@@ -677,7 +683,7 @@ class ShardedCommits:
             )
 
     def recognized(self, specs: dict[str, RowSpec]) -> dict[str, RowSpec]:
-        """Return the descriptions of tensors from a checkpoint, by part and name, in the form of their parts."""
+        """Return the descriptions of a checkpoint's tensors, by part and name, in the form that the parts use."""
         parts = {part.name: part for part in self._parts()}
         found = {}
         for name, spec in specs.items():
@@ -688,15 +694,16 @@ class ShardedCommits:
     def divide(
         self, rt: WorkerRuntime, met: WorldInventory | None, specs: dict[str, RowSpec]
     ) -> dict[str, tuple[Rows, torch.Tensor]]:
-        """Divide tensors from a source other than the ranks' commits among the ranks of this world. Collective.
+        """Divide tensors from another source than the ranks' commits, such as a checkpoint, among this world's ranks.
+        Collective.
 
         Args:
-            rt: the runtime.
-            met: the shards that the ranks hold; None in a world of a single rank without a driver.
-            specs: the tensors to divide, by name.
+            rt: runtime of this worker.
+            met: shards that the ranks hold; None in a world of a single rank without a driver.
+            specs: tensors to divide, by name.
 
         Returns:
-            By name, the rows of this rank and the tensor to read them into, not yet filled. See `place`.
+            By name, this rank's rows, and the uninitialized tensor to read them into. Call `place` afterwards.
         """
         rank, size = rt.place.rank, rt.place.size
         order = tuple(range(size))
@@ -728,15 +735,15 @@ class ShardedCommits:
         }
 
     def place(self, specs: dict[str, RowSpec], found: dict[str, torch.Tensor]) -> None:
-        """Store the tensors of `divide`, which are now filled with values, in the optimizers."""
+        """Store the tensors that `divide` has returned, now filled with values, in the optimizers."""
         self._place(specs, found)
 
     def base(self) -> ShardBuffers | None:
-        """Return the bank of the newest sealed commit, or None."""
+        """Return the snapshot buffer with the newest sealed commit, or None."""
         return None if self._cycle.base is None else self._banks[self._cycle.base]
 
     def place_own(self, bank: ShardBuffers) -> None:
-        """Set the sharded tensors to this rank's shard in the bank, in an unchanged world. Not collective."""
+        """In an unchanged world, set the sharded tensors from this rank's shard in the buffer. Not collective."""
         live, found = self._live(), {}
         device = next((each.local.device for each in live.values()), CPU)
         for name, (spec, rows) in bank.own_rows().items():
@@ -753,7 +760,7 @@ class ShardedCommits:
             with rt.guard("choice of the commit"):
                 everyones = _merged(object_exchange.gather(rt.group("state", CPU), specs))
             if choice.bank is not None:
-                # The first commit contains only the specs of this rank.
+                # The first commit contains the specifications of only this rank.
                 choice.bank.learn(everyones)
             return everyones
         holding = choice.whole.ranks()
@@ -768,9 +775,9 @@ class ShardedCommits:
     def _targets(
         self, specs: dict[str, RowSpec], layout: ShardLayout, division: Division
     ) -> dict[str, torch.Tensor]:
-        """Move all parts to the new world, and return the tensors for this rank's rows in it.
+        """Move all parts to the new world, and return the tensors that receive this rank's rows in it.
 
-        These are live tensors of models, and unfilled ones of optimizers.
+        These are live tensors of models, and uninitialized ones for optimizers.
         """
         found = {
             f"{part.name}/{key}": local
@@ -850,13 +857,14 @@ class ShardedCommits:
 
 
 class _Mirroring:
-    """Thread that waits for a copy from the GPU and then starts sending it to other ranks.
+    """Thread that waits for a copy from the GPU, and then starts to send it to other ranks.
 
-    Call `ShardBuffers.order` and `join` before other collectives of the group.
+    Call `ShardBuffers.order` and `join` before any other collective of the same group.
 
     Args:
-        bank: the bank that is copied to.
-        mirror: called with whether this rank's copy is valid; returns whether all are, transfers and bytes sent.
+        bank: snapshot buffer to which the shard is being copied.
+        mirror: called with whether this rank's copy is valid; returns whether all ranks' copies are, the transfers, and
+            the number of bytes sent.
     """
 
     def __init__(
@@ -873,15 +881,15 @@ class _Mirroring:
         try:
             self.copied = self._bank.finish()
             self._found = self._mirror(self.copied)
-        except BaseException as error:  # `result` raises the error
+        except BaseException as error:  # the error is raised by `result`
             self._error = error
 
     def join(self) -> None:
-        """Wait for the thread, which ends after the copy or when the group fails."""
+        """Wait for the thread to end, after the copy or when the group fails."""
         self._thread.join()
 
     def result(self) -> tuple[bool, list[Transfer], int]:
-        """Return what ``mirror`` has returned.
+        """Return the result of ``mirror``.
 
         Raises:
             DeviceLost: the GPU did not respond.

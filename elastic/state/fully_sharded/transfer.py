@@ -1,4 +1,4 @@
-"""Background exchange of bytes between all ranks."""
+"""Exchange of bytes between all ranks that runs in the background."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 class Transfer:
     """Exchange of uint8 tensors between all ranks. Tensors are keyed by destination or source rank. Collective.
 
-    The transfer begins on construction. The tensors in ``sent`` must not be modified until it has ended.
+    The constructor begins the transfer. The tensors in ``sent`` must not be modified until it has ended.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Transfer:
         )
 
     def wait(self) -> None:
-        """Block until the received tensors are in place.
+        """Block until all tensors have been received.
 
         Raises:
             CollectiveFailed: the group has failed or was aborted.
@@ -53,7 +53,7 @@ class Transfer:
                 whole.copy_(part)
 
     def succeeded(self) -> bool:
-        """Return whether the transfer has ended without an error, with the received tensors in place.
+        """Return whether the transfer has ended without an error, so that all tensors have been received.
 
         Does not block.
         """

@@ -1,7 +1,7 @@
 """Handlers of optimizers whose state entries are divided among the ranks (ZeRO-1).
 
 Options are the same on all ranks. Each entry of a ZeroRedundancyOptimizer belongs to one rank and is committed and sent
-as a whole. With a DistributedOptimizer with ``zero=1``, each rank has some elements of every entry.
+as a whole. In a DistributedOptimizer with ``zero=1``, each rank has some elements of every entry.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from elastic.state.snapshots.state_structure import plain
 
 @dataclass(frozen=True, kw_only=True)
 class EntrySpec(RowSpec):
-    """Specification of an entry of the parameter ``number`` that one rank holds entirely. Its rows are its elements."""
+    """Specification of an entry that one rank holds entirely, for the parameter ``number``. Its rows are its
+    elements.
+    """
 
     partition: Partition
     number: int
@@ -72,13 +74,13 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
         return structure, {}
 
     def bytes_to_come(self) -> int:
-        return 0  # entries are received into separate memory
+        return 0  # Entries are received into separate memory.
 
     def live_shards(self) -> dict[str, LiveShard]:
         optimizer = self.value
         partition = zero.partition_of(optimizer)
         if partition == self._partition:
-            # Keep the object, which has cached the owners of the parameters.
+            # Keep the optimizer object, because it has cached the owners of the parameters.
             partition = self._partition
         self._partition = partition
         if not zero.steps_shard(optimizer, partition, *self.position):
@@ -111,13 +113,13 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
         return EntrySpec(**known, partition=zero.partition_of(self.value), number=number)
 
     def follow(self, division: Division) -> dict[str, torch.Tensor]:
-        """Step this rank's shard of another world from now on."""
+        """Make the optimizer step this rank's shard in another world."""
         zero.repartition(self.value, division.order, division.rank)
         self._position = division.shard, division.shards
         return {}
 
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
-        """Replace all entries of the optimizer with the entries of this rank's parameters, given by name."""
+        """Replace all entries of the optimizer with the given entries of this rank's parameters, keyed by name."""
         state, parameters = self.value.optim.state, zero.parameters(self.value)
         shard, shards = self.position
         state.clear()
@@ -178,7 +180,7 @@ class DividedOptimizerHandler(ShardedOptimizerHandler):
         return found
 
     def follow(self, division: Division) -> dict[str, torch.Tensor]:
-        """Step this rank's shard of another world from now on."""
+        """Make the optimizer step this rank's shard in another world."""
         self.value.divide(division.order)
         self._position = division.shard, division.shards
         return {}

@@ -1,13 +1,13 @@
-"""``DistributedDataParallel`` in a state: commit its module, and rebuild its reducer for each world.
+"""``DistributedDataParallel`` in a state: commits its module, and rebuilds its reducer for each world.
 
 The C++ reducer of DDP holds gradient counts and buckets of the previous world, in an order that a joining worker does
-not know. Every member therefore creates a new reducer, as DDP's constructor does, without a collective. All reducers
-start with equal buckets and agree on their order after the first step, as at the start of a job. Communication hooks
-and a static graph are set again.
+not know. In each world, every rank therefore creates a new reducer, as DDP's constructor does, without a collective.
+All reducers start with equal buckets and agree on their order after the first step, as at the start of a job.
+Communication hooks and the static graph setting are applied again.
 
 The new reducer has the same parameters as the first one, including parameters that are temporarily frozen. Other
-parameters that the module trains, such as those added or unfrozen later, are not reduced and would differ between ranks
-from the first step on, so the next commit raises NotReduced.
+parameters that the module trains, such as those added or unfrozen later, are not reduced, and would differ between
+ranks from the next step on. The next commit therefore raises NotReduced.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.torch_backend import data_parallel_models
 
 _torch: Any = distributed  # torch's stubs lack methods that DDP itself calls
-# parameters with which the reducer of each model was built
+# parameters for which the reducer of each model was built
 _reduced: weakref.WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class ReplicasHandler(ModelStateHandler):
-    """Handler of a model that contains one or more DistributedDataParallel modules."""
+    """Handler of a model that is, or contains, DistributedDataParallel modules."""
 
     def replicas(self) -> Iterable[DistributedDataParallel]:
-        """Return the DistributedDataParallel modules of the model."""
+        """Return the DistributedDataParallel modules in the model."""
         raise NotImplementedError
 
     def _adopt_value(self) -> None:
@@ -70,11 +70,11 @@ class ReplicasHandler(ModelStateHandler):
             self._check(each)
 
     def _check(self, model: DistributedDataParallel, built_with: int | None = None) -> None:
-        """Check that the reducer has all parameters that are trained.
+        """Check that the reducer reduces all parameters that are trained.
 
         Args:
-            model: the model to check.
-            built_with: number of parameters of its reducer, which may be smaller than the number of known parameters.
+            model: model to check.
+            built_with: number of parameters in its reducer, which may be smaller than the number of known parameters.
 
         Raises:
             NotReduced: a trained parameter is not reduced.
@@ -93,7 +93,7 @@ class ReplicasHandler(ModelStateHandler):
 
 
 class DataParallelHandler(ReplicasHandler):
-    """Handler of a DistributedDataParallel. Tensors have the names that they have in ``ddp.module``."""
+    """Handler of a DistributedDataParallel. Tensor names are those in ``ddp.module``."""
 
     value: DistributedDataParallel
 
@@ -109,25 +109,25 @@ class DataParallelHandler(ReplicasHandler):
         self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
     ) -> None:
         super().place(structure, fresh, own, restoring=restoring)
-        # Wrapping modules have the same training mode, as after train().
+        # Wrapping modules get the same training mode, as after train().
         for each in takewhile(lambda each: each is not self.model, self.value.modules()):
             each.training = self.model.training
 
 
 class HolderHandler(ReplicasHandler):
-    """Handler of a module of the script that contains models in ``DistributedDataParallel``."""
+    """Handler of a module of the script that contains ``DistributedDataParallel`` modules."""
 
     def replicas(self) -> Iterable[DistributedDataParallel]:
         return held_in(self.value)
 
 
 def held_in(value: torch.nn.Module) -> list[DistributedDataParallel]:
-    """Return the DistributedDataParallel modules in ``value``, including ``value`` itself."""
+    """Return the DistributedDataParallel modules in ``value``, which may be one itself."""
     return [each for each in value.modules() if isinstance(each, DistributedDataParallel)]
 
 
 def as_written(value: Any) -> Any:
-    """Return the module inside a wrapper created by Fabric's ``setup`` or ``torch.compile``."""
+    """Return the module inside a wrapper that Fabric's ``setup`` or ``torch.compile`` has created."""
     if isinstance(value, torch.nn.Module):
         for name in ("_forward_module", "_orig_mod"):
             inner = getattr(value, name, None)
@@ -137,19 +137,20 @@ def as_written(value: Any) -> Any:
 
 
 def rebuild_reducer(model: DistributedDataParallel) -> None:
-    """Create a new reducer after the world has changed.
+    """Create a new reducer for a DistributedDataParallel, after the world has changed.
 
-    Not a collective: parameters are in module order, which is the same on all ranks.
+    Needs no collective, because parameters are in module order, which is the same on all ranks.
     """
     ddp: Any = model
     hook_name = ddp.logger._get_ddp_logging_data().strs_map.get("comm_hook", "")
-    # This also removes its hooks on the parameters.
+    # Dropping the reducer also removes its hooks on the parameters.
     ddp.reducer = ddp.logger = None
     there = {id(each) for each in ddp.module.parameters()}
     frozen = [
         each for each in _reduced.get(model, ()) if not each.requires_grad and id(each) in there
     ]
-    # Parameters that were frozen since remain in the reducer, as in the first one.
+    # The first reducer also contained the parameters that were frozen later, so unfreeze these while the new one is
+    # built.
     for each in frozen:
         each.requires_grad_(True)
     parameters, sparse = ddp._build_params_for_reducer()
@@ -168,7 +169,8 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
         _forget(state)
         _torch._register_comm_hook(ddp.reducer, state, hook)
     if hook_name == str(_torch.BuiltinCommHookType.FP16_COMPRESS):
-        # The built-in C++ hook accepts only results of torch's own process groups. This one computes the same.
+        # The built-in C++ hook accepts only results of torch's own process groups. This Python hook computes the same
+        # values.
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
         ddp.register_comm_hook(None, fp16_compress_hook)
@@ -181,14 +183,16 @@ def _parameters(model: DistributedDataParallel) -> list[torch.Tensor]:
 
 
 def _number_reduced(model: DistributedDataParallel) -> int | None:
-    """Return the number of parameters of the model's reducer, or None if torch does not provide it."""
+    """Return the number of parameters in the model's reducer, or None if torch does not provide it."""
     ddp: Any = model
     found: int | None = ddp.logger._get_ddp_logging_data().ints_map.get("num_parameter_tensors")
     return found
 
 
 def _forget(state: Any) -> None:
-    """Discard a hook's state of buckets that no longer exist. PowerSGD restarts on all members at the same step."""
+    """Reset a hook's state, which refers to buckets that no longer exist. PowerSGD restarts on all ranks at the same
+    step.
+    """
     if type(state).__name__ == "PowerSGDState":
         state.iter = 0
         for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):

@@ -1,10 +1,11 @@
 """Handler of `elastic.DiLoCo`: shared values are sent to other workers, and local values are only committed.
 
-Shared values of the job: outer parameters, entries of the outer optimizer, position, number of merges. Local values of
-a worker: model, inner optimizer, quantization residuals. A joining worker starts with the outer parameters as its inner
-ones, with rank 0's buffers and options of the inner optimizer, and without entries of the inner optimizer, which would
-be at least as large as the model and belong to another worker's parameters. If its island trains already, the island's
-inner state follows before the first step.
+The job's shared values are the outer parameters, the entries of the outer optimizer, the position and the number of
+merges. A worker's local values are the model, the inner optimizer and the quantization residuals. A joining worker
+starts with the outer parameters as its inner ones, and with rank 0's buffers and options of the inner optimizer. It
+receives no entries of the inner optimizer, which would be at least as large as the model and belong to another worker's
+parameters. If the worker's island is already training, the worker receives the island's inner state before its first
+step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ OUTER, ENTRY, OTHER = "outer.", "entry.", "model."
 
 
 class DiLoCoStateHandler(Part):
-    """Handler of a `DiLoCo` or `LocalSGD`. Checkpoints contain the values of the job, and rank 0's buffers."""
+    """Handler of a `DiLoCo` or `LocalSGD`. Checkpoints contain the job's shared values, and rank 0's buffers."""
 
     value: DiLoCo
 
@@ -69,7 +70,7 @@ class DiLoCoStateHandler(Part):
         value = self.value
         if not value.own_steps:
             return set()
-        # After the same merges of a fragment, its outer parameters and their entries are bitwise equal on all workers.
+        # Workers that have merged a fragment equally often have bitwise equal outer parameters and entries for it.
         merges = zip(value.parts, value.merged, structure["merged"], strict=True)
         held = {i for part, ours, theirs in merges if ours == theirs for i in part}
         stepped = [each for group in value.outer_optimizer.param_groups for each in group["params"]]
@@ -91,7 +92,8 @@ class DiLoCoStateHandler(Part):
         entries = {name[len(ENTRY) :]: s for name, s in specs.items() if name.startswith(ENTRY)}
         placed = self._outer_entries.destinations(structure["outer"], entries, restoring=restoring)
         if value.rounds.quorum and value.own_steps and not restoring:
-            value.remember_outer()  # The tensors are received in place.
+            # The outer parameters are received in place, so remember the current ones.
+            value.remember_outer()
         live = {OUTER + n: each.detach() for n, each in zip(value.names, value.outer, strict=True)}
         live |= {OTHER + name: each for name, each in value.others().items()}
         where: dict[str, torch.Tensor | Destination] = {}
@@ -99,7 +101,7 @@ class DiLoCoStateHandler(Part):
             if name.startswith(ENTRY):
                 where[name] = placed[name[len(ENTRY) :]]
             elif name.startswith(OTHER) and value.own_steps and not restoring:
-                where[name] = Destination.NOWHERE  # values of this worker only are not received
+                where[name] = Destination.NOWHERE  # local values of this worker are not received
             elif name in live and specs[name].fits(live[name]):
                 where[name] = live[name]
             else:
@@ -119,7 +121,8 @@ class DiLoCoStateHandler(Part):
         if restoring and own is not None:
             value.take_own_state(own)
         elif value.own_steps:
-            # Fragments that the sender has merged and this worker has not, because their collective failed here.
+            # The sender has merged some fragments that this worker has not, because their collective failed on this
+            # worker.
             value.adopt_gained(gained)
         else:
             with torch.no_grad():

@@ -1,6 +1,6 @@
-"""State dict entries other than registered tensors: quantized weights, counters, vocabularies.
+"""State dict entries that are not registered tensors, such as quantized weights, counters and vocabularies.
 
-In torch, a class can override ``state_dict`` and ``load_state_dict``, override the internal methods that save and load
+A module class can override ``state_dict`` and ``load_state_dict``, override torch's internal methods that save and load
 a single module, or add hooks. The entries that such a module adds are committed, restored and sent as Python values,
 and loaded with the module's own methods. A module that has no such entries when the model is added to the state is not
 checked again.
@@ -20,7 +20,7 @@ EXTRA = "_extra_state"  # torch's key for the result of get_extra_state()
 
 
 class ExtraEntries:
-    """Entries that the modules of ``model`` add to its state dict."""
+    """Entries that the modules of ``model`` add to its state dict, beyond registered tensors."""
 
     def __init__(self, model: Module) -> None:
         self._askable: dict[str, Module] = {}
@@ -39,11 +39,11 @@ class ExtraEntries:
         )
 
     def present(self) -> Entries:
-        """Return the present entries. Values may share memory with the modules."""
+        """Return the current entries. Their values may share memory with the modules."""
         return {path: _added(module) for path, module in self._askable.items()}
 
     def load(self, entries: Entries) -> None:
-        """Load the entries into the modules, together with their present tensors.
+        """Load the entries into the modules, together with the modules' current tensors.
 
         Raises:
             StateMismatch: a module does not accept the entries.

@@ -1,4 +1,4 @@
-"""Commit whose copies are kept unchanged during later commits, so that a checkpoint can be written from it."""
+"""Commit that stays unchanged while later commits are made, so that a checkpoint can be written from it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from elastic.state.snapshots.snapshot import Snapshot, SnapshotBuffers
 
 @dataclass(frozen=True)
 class HeldRows:
-    """This rank's rows of a sharded tensor, from row ``begin`` on.
+    """This rank's rows of a sharded tensor, starting at row ``begin``.
 
     ``plain``, ``sizes`` and ``on_host``: see `live_shards.RowSpec`.
 
     Args:
-        whole: the complete tensor on the meta device.
+        whole: complete tensor, on the meta device.
     """
 
     whole: torch.Tensor
@@ -32,7 +32,7 @@ class HeldRows:
 
 @dataclass
 class HeldPart:
-    """Committed structure and tensors of one part of a state. Tensors are on the CPU and must not be modified.
+    """Committed structure and tensors of one part of a state. The tensors are on the CPU and must not be modified.
 
     Args:
         sharded: tensors whose rows are divided among the ranks.
@@ -55,7 +55,7 @@ class HeldPart:
         return cls(part, snapshot, bank, structure, own, bank.buffers())
 
     def described(self) -> Any:
-        """Return the commit in the form of the value's ``state_dict()``. Sharded tensors are on the meta device."""
+        """Return the commit in the form of the value's ``state_dict()``, with sharded tensors on the meta device."""
         whole = {key: each.whole for key, each in self.sharded.items()}
         return self.part.described(self.structure, self.own, self.tensors | whole)
 
@@ -64,7 +64,7 @@ class HeldPart:
 class CommitCopy:
     """Copy of a commit in separate memory.
 
-    ``banks`` contains the copies by the name of the part. ``random`` is the same as in `HeldCommit`.
+    ``banks`` contains the copies, keyed by part name. For ``random``, see `HeldCommit`.
     """
 
     values: dict[str, Any]
@@ -77,8 +77,8 @@ class HeldCommit:
     """Commit that is kept unchanged until it is released.
 
     Args:
-        random: the states of this rank's generators, if they are part of the state.
-        release_shard: allows this rank's rows to be overwritten.
+        random: states of this rank's random generators, if they are part of the state.
+        release_shard: function that allows this rank's rows to be overwritten.
     """
 
     layout: str
@@ -93,7 +93,7 @@ class HeldCommit:
         return self.release_shard is not None
 
     def complete(self) -> None:
-        """Wait for copies from a GPU.
+        """Wait until copies from a GPU are complete.
 
         Raises:
             DeviceLost: the copies did not complete.
@@ -103,7 +103,7 @@ class HeldCommit:
                 part.bank.transit.wait()
 
     def referred(self) -> dict[str, object]:
-        """Return the objects, by name, that values may refer to without copying them."""
+        """Return the objects that values may refer to without copying them, by name."""
         return {name: each.part.value for name, each in self.parts.items()}
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Handler for the position of a data loader."""
+"""Handler of a data loader, for its position."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.state.handlers.part import DictPart
 
 
 class LoaderStateHandler(DictPart):
-    """Handler of an `elastic.data.DataLoader`. Saves the epoch and the samples already used in training."""
+    """Handler of an `elastic.data.DataLoader`. Saves the epoch and the samples already used for training."""
 
     value: DataLoader
 
@@ -19,15 +19,17 @@ class LoaderStateHandler(DictPart):
         return [f"{self.name} {self.value.layout()}"]
 
     def attach(self, parameters: Callable[[], Iterable[torch.Tensor]], *, stepped: bool) -> None:
-        """Set the parameters that the loader's batches train, and whether an optimizer of the same state does."""
+        """Set the parameters that are trained on the loader's batches, and whether an optimizer of the same state
+        trains them.
+        """
         self.value.attach(parameters, stepped=stepped)
 
     def reset(self) -> None:
         self.deals_again()
 
     def deals_again(self) -> bool:
-        """Reset the loader after a change of the world, like `reset`.
+        """Like `reset`, adapt the loader to a change of the world.
 
-        Return whether batches since the last optimizer step are distributed again in the new world.
+        Returns whether the batches since the last optimizer step will be distributed again in the new world.
         """
         return self.value.reset()

@@ -1,17 +1,17 @@
-"""Handler of models: parameters, buffers, extra state. Operates on the modules themselves, not on ``state_dict()``.
+"""Handler of models: parameters, buffers and extra state. Accesses the modules directly, not through ``state_dict()``.
 
 Commits, restores and transfers include:
 
 - all parameters, including frozen ones, and their ``requires_grad``;
 - all buffers;
 - ``get_extra_state()``, and entries that an overridden ``state_dict()`` adds;
-- the ``training`` mode of modules: a peer may be lost during evaluation, while a joining worker starts in training
+- the ``training`` mode of all modules: a peer may be lost during evaluation, and a joining worker starts in training
   mode.
 
-Buffers registered with ``persistent=False`` are committed and restored, and sent to workers that have the same
-buffer in the same shape. They are not part of the layout or of a digest, because models create them on first
-use. Meta tensors have no values and are ignored. The shape of a buffer may change (for example in observers).
-The shape of a parameter must be equal on all workers.
+Buffers registered with ``persistent=False`` are committed and restored, and sent to workers that have the same buffer
+in the same shape. They are not part of the layout or of digests, because models may create them on first use. Meta
+tensors have no values and are ignored. The shape of a buffer may change, as in observers. The shape of a parameter must
+be equal on all workers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ModelStateHandler(Part):
 
     @property
     def model(self) -> torch.nn.Module:
-        """Return the module that has the tensors."""
+        """Return the module that contains the tensors."""
         return self.value
 
     def _adopt_value(self) -> None:
@@ -71,7 +71,9 @@ class ModelStateHandler(Part):
         return anatomy
 
     def seems_unchanged(self) -> bool:
-        """Return False if a gradient was replaced: a custom optimizer may have stepped after the backward pass."""
+        """Return False if a gradient was replaced, because a custom optimizer may have stepped after that backward
+        pass.
+        """
         gradients = [
             (id(each), each._version, each.data_ptr() if plain(each) else 0)
             for module in self._skeleton.modules
@@ -235,15 +237,15 @@ class ModelStateHandler(Part):
         ]
 
     def full_name(self, name: str) -> str:
-        """Return the user-visible full name of one of its tensors."""
+        """Return the full name of a tensor of this model, as shown to the user."""
         return f"{self.name}.{name}" if self.name else name
 
 
 def described(structure: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return a commit of a model in the form of its ``state_dict()``.
+    """Return a model's commit in the form of its ``state_dict()``.
 
     Args:
-        structure: the result of `ModelStateHandler.live`.
+        structure: structure that `ModelStateHandler.live` has returned.
     """
     names = structure["names"]
     here = {**tensors, **structure["opaque"].tensors}
@@ -259,9 +261,9 @@ def described(structure: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any
 
 
 class Opaque:
-    """Holder of tensors without strides, and of values with such tensors.
+    """Wrapper for tensors without strides, and for values that contain such tensors.
 
-    They are cloned, because some layouts do not support deepcopy.
+    Copies of the wrapper clone the tensors, because some layouts do not support deepcopy.
     """
 
     def __init__(self, tensors: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""Handler of optimizers: options of the parameter groups, and the entries per parameter.
+"""Handler of optimizers: options of the parameter groups, and entries of each parameter.
 
 Entries are created and removed during training. A restore removes entries that were created after the commit, and a
 joining worker allocates the entries that it lacks. The optimizer is never stepped to create them: with weight decay, a
-step changes weights even if gradients are zero. Options are sent whether or not entries exist.
+step changes weights even if gradients are zero. Options are sent even if there are no entries.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ Groups = list[list[torch.Tensor]]
 
 @dataclass
 class Entries:
-    """Structure of an optimizer's per-parameter entries: names of the tensors and where to find them."""
+    """Structure of an optimizer's per-parameter entries: the names of the tensors, and where to find them."""
 
-    origins: Index = field(default_factory=Index)  # name: (number, key, device type)
-    owners: Index = field(default_factory=Index)  # numbers with entries, possibly an empty dict
-    values: dict[int, Any] = field(default_factory=dict)  # entries that are not plain tensors
-    # Entries of no parameter of this optimizer. Entries of former parameters are omitted, because other workers cannot
-    # name them.
+    # by tensor name: parameter number, key of the entry, device type
+    origins: Index = field(default_factory=Index)
+    # numbers of parameters with entries, even if the dict is empty
+    owners: Index = field(default_factory=Index)
+    # entries that are not plain tensors, by parameter number
+    values: dict[int, Any] = field(default_factory=dict)
+    # Entries whose key is not a parameter. Entries of former parameters are omitted: other workers have no name for
+    # them.
     loose: dict[Any, Any] = field(default_factory=dict)
-    # None if the entries contain Python values; the structure is then read at each commit
+    # result of `traits_of`; None if there are Python values, so that the structure must be read at each commit
     traits: Any = None
     devices: list[torch.device] = field(default_factory=list)
 
     def tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
-        """Return the current tensors by name, or None if the entries changed and the structure must be read again."""
+        """Return the current tensors by name, or None if entries have changed and the structure must be read again."""
         if self.traits is None or traits_of(optimizer) != self.traits:
             return None
         found: list[Any] = []
@@ -53,7 +56,7 @@ class Entries:
 
 
 def traits_of(optimizer: torch.optim.Optimizer) -> Any:
-    """Return a value that stays equal while parameters, their positions and the keys of their entries are equal."""
+    """Return a value that changes if the parameters, their positions or the keys of their entries change."""
     parameters = [id(each) for group in optimizer.param_groups for each in group["params"]]
     return parameters, [
         (id(owner), *entries) if isinstance(entries, dict) else None
@@ -62,7 +65,7 @@ def traits_of(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def entries_of(optimizer: torch.optim.Optimizer) -> tuple[Entries, dict[str, torch.Tensor]]:
-    """Split an optimizer's state into the structure without tensors, and the live tensors by name."""
+    """Split an optimizer's state into a structure without tensors, and the live tensors by name."""
     found = Entries()
     tensors: dict[str, torch.Tensor] = {}
     numbers = {
@@ -97,9 +100,9 @@ def entries_of(optimizer: torch.optim.Optimizer) -> tuple[Entries, dict[str, tor
 
 
 def _entries_alike(options: dict[str, Any]) -> int:
-    """Estimate how many entries of the size of the parameter torch's optimizers create in their first step.
+    """Estimate how many parameter-sized entries an optimizer of torch creates per parameter in its first step.
 
-    The estimate is used only to allocate memory in advance.
+    The estimate only serves to allocate memory in advance.
     """
     if "betas" in options:
         return 3 if options.get("amsgrad") else 2
@@ -108,13 +111,13 @@ def _entries_alike(options: dict[str, Any]) -> int:
 
 
 def described(structure: Any, sizes: Sequence[int], tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a commit of an optimizer in the form of its ``state_dict()``.
+    """Return an optimizer's commit in the form of its ``state_dict()``.
 
     Args:
-        structure: the result of `OptimizerStateHandler.pack`.
-        sizes: the number of parameters of each group.
-        tensors: the entries by name, such as ``3.exp_avg``. Entries that only another rank has are not in the
-            structure.
+        structure: structure that `OptimizerStateHandler.pack` has returned.
+        sizes: number of parameters in each group.
+        tensors: entries by name, such as ``3.exp_avg``. They may include other ranks' entries, which the structure
+            lacks.
     """
     if "dict" in structure:
         return structure["dict"]
@@ -136,7 +139,7 @@ def described(structure: Any, sizes: Sequence[int], tensors: dict[str, torch.Ten
 class OptimizerStateHandler(Part):
     """Handler of a ``torch.optim.Optimizer``. Restoring clears the gradients of all its parameters.
 
-    If the class overrides ``state_dict()``, it may have additional state, so that method is used to save and load it.
+    If the class overrides ``state_dict()``, it may have additional state, so its own methods save and load it.
     """
 
     value: torch.optim.Optimizer
@@ -148,7 +151,7 @@ class OptimizerStateHandler(Part):
 
     def layout(self) -> list[str]:
         sizes = [len(group["params"]) for group in self.value.param_groups]
-        # attribute of a DistributedOptimizer
+        # a DistributedOptimizer has this attribute
         of_gradients = getattr(self.value, "gradient_layout", None)
         reduced = [] if of_gradients is None else of_gradients(self.name)
         return [f"{self.name} {type(self.value).__name__} groups {sizes}", *reduced]
@@ -180,9 +183,9 @@ class OptimizerStateHandler(Part):
         return [list(group["params"]) for group in self.value.param_groups]
 
     def before_restore(self, own: Groups) -> None:
-        """Restore the committed parameter groups with the parameters that they had."""
+        """Restore the committed parameter groups, with the parameters that they had."""
         groups = self.value.param_groups
-        self._clear_gradients()  # includes groups that are removed
+        self._clear_gradients()  # also in groups that the restore will remove
         del groups[len(own) :]
         groups.extend({} for _ in range(len(own) - len(groups)))
         for group, parameters in zip(groups, own, strict=True):
@@ -236,7 +239,7 @@ class OptimizerStateHandler(Part):
                 ):
                     present.copy_(
                         value
-                    )  # written in place, because a captured or compiled step reads this tensor
+                    )  # Write in place, because a captured or compiled step reads this tensor.
                 else:
                     group[key] = value
 
@@ -257,11 +260,11 @@ class OptimizerStateHandler(Part):
             if number in structure["owners"]:
                 state[parameters[number]].update(kept)
             else:
-                state[parameters[number]] = kept  # the optimizer's entry is not a dict
+                state[parameters[number]] = kept  # the entry of this parameter is not a dict
         for name, tensor in fresh.items():
             number, key, device_type = structure["origins"][name]
             owner = parameters[number]
-            # Adam's step counter may be in host memory although the parameter is on a GPU.
+            # Adam's step counter may be in host memory even if the parameter is on a GPU.
             state[owner][key] = tensor if device_type == "cpu" else tensor.to(owner.device)
         state.update(structure["loose"])
 
@@ -276,12 +279,12 @@ class OptimizerStateHandler(Part):
         )
 
     def bytes_of_gradients(self) -> int:
-        # attribute of a DistributedOptimizer
+        # a DistributedOptimizer has this attribute
         of_gradients = getattr(self.value, "gradient_bytes", None)
         return 0 if of_gradients is None else of_gradients()
 
     def committed(self) -> dict[str, torch.Tensor]:
-        """Return the committed tensors, with parameter names if the optimizer knows them."""
+        """Return the committed tensors. Their names contain parameter names if the optimizer knows these."""
         named = getattr(self.value, "parameter_name", None)
         if named is None:
             return super().committed()

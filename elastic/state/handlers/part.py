@@ -1,7 +1,7 @@
-"""Handlers of single values of a state, which commit, restore and send them to other workers.
+"""Handlers that commit, restore and send single values of a state.
 
 `StateHandler` is Horovod's interface, for user-defined handlers. `Part` is this package's interface: it splits a value
-into a structure (Python values) and named tensors, which commits, restores and transfers share.
+into a structure (Python values) and named tensors. Commits, restores and transfers all use this form.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from elastic.state.snapshots.snapshot import Snapshot
 
 
 class StateHandler:
-    """Handler of one value of a `TorchState`. ``sync`` is a collective, called on all workers with rank 0 as root."""
+    """Handler of one value of a `TorchState`. ``sync`` is a collective of all workers, with rank 0 as the root."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def save(self) -> None:
-        """Save a copy of the current value."""
+        """Save a copy of the value."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Restore the value from the copy."""
+        """Restore the value from the saved copy."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -38,13 +38,15 @@ class StateHandler:
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
-        """Replace the handled value, and save the new one."""
+        """Set another value, and save a copy of it."""
         self.value = value
         self.save()
 
 
 class Part(StateHandler):
-    """Handler that a `TorchState` can commit at memory bandwidth and send in one transfer with all other parts."""
+    """Handler whose value a `TorchState` commits at memory bandwidth, and sends in one transfer with all other
+    parts.
+    """
 
     def __init__(self, value: Any, name: str = "") -> None:
         super().__init__(value)
@@ -56,18 +58,21 @@ class Part(StateHandler):
     # ---- methods that each kind of part implements -----------------------------------------------
 
     def _adopt_value(self) -> None:
-        """Check and prepare a new value."""
+        """Validate and prepare a new value."""
 
     def layout(self) -> list[str]:
-        """Return the lines of the layout, which must be equal on all workers."""
+        """Return the lines of this value's layout, which must be equal on all workers."""
         return []
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return a structure of Python values that can be copied and pickled, and the live tensors, detached."""
+        """Return a structure of Python values, which can be copied and pickled, and the detached live tensors by
+        name.
+        """
         raise NotImplementedError
 
     def kept(self, structure: Any) -> set[str]:
-        """Return the names of tensors whose content this worker already holds. Default: none.
+        """Return the names of tensors that need not be sent, because this worker already has their content. Default:
+        none.
 
         Args:
             structure: structure of the sender.
@@ -75,7 +80,7 @@ class Part(StateHandler):
         return set()
 
     def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return a structure and the live tensors for a commit, like `pack`. Tensors need not be detached."""
+        """Return a structure and the live tensors for a commit. Like `pack`, but the tensors need not be detached."""
         return self.pack()
 
     def check(self) -> None:
@@ -86,7 +91,7 @@ class Part(StateHandler):
         """
 
     def seems_unchanged(self) -> bool:
-        """Return False if there is evidence that the value may have changed since the last call."""
+        """Return False if the value may have changed since the last call, according to cheap checks."""
         return True
 
     def described(self, structure: Any, own: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -94,62 +99,66 @@ class Part(StateHandler):
         return structure
 
     def own(self) -> Any:
-        """Return objects that a commit references but transfers do not send."""
+        """Return objects that a commit references and that are never sent to other workers."""
         return None
 
     def destinations(
         self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
     ) -> dict[str, torch.Tensor | Destination]:
-        """Return the destination of each tensor of a structure. A live tensor of the same type is received in place."""
+        """Return the destination of each tensor. A tensor is received in place if there is a live one of the same
+        type.
+        """
         return dict.fromkeys(specs, Destination.NEW)
 
     def place(
         self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
     ) -> None:
-        """Replace the whole value by a structure and the newly allocated tensors ``fresh``."""
+        """Replace the whole value with a structure and newly allocated tensors (``fresh``)."""
         raise NotImplementedError
 
     def check_received(self) -> None:
-        """Check the value after the whole state was received and set.
+        """Check the value after the whole state has been received and set.
 
         Raises:
             StateMismatch: with the same state, this worker would compute different results than rank 0.
         """
 
     def reset(self) -> None:
-        """Handle a change of the world."""
+        """Adapt the value to a change of the world."""
 
     def bytes_to_come(self) -> int:
-        """Return the estimated size in bytes of the CPU tensors that a joining worker will receive and has not
-        allocated.
+        """Return the estimated size in bytes of the CPU tensors that a joining worker has to allocate for received
+        values.
         """
         return 0
 
     def bytes_of_gradients(self) -> int:
-        """Return the size in bytes of this value's CPU gradients that are reduced within a host."""
+        """Return the size in bytes of this value's CPU gradients, which are reduced within a host."""
         return 0
 
     def build_step(self, step_input: bytes) -> None:
-        """Prepare the first step of a joining worker before it reports ready, for batches of this kind."""
+        """Prepare a joining worker's first step before the worker reports ready. ``step_input`` describes the
+        batches.
+        """
 
     def digested(self) -> dict[str, torch.Tensor]:
         """Return the committed tensors that must be equal on all workers."""
         return {}
 
     def digested_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the committed tensors that may differ between workers but are reported as well."""
+        """Return the committed tensors that are reported in digests but may differ between workers."""
         return {}
 
     def committed(self) -> dict[str, torch.Tensor]:
-        """Return all committed tensors by names that are the same on all workers."""
+        """Return all committed tensors, with names that are the same on all workers."""
         return self.snapshot.bank.buffers()
 
     def equal_everywhere(self, structure: Any) -> set[str] | None:
-        """Return the names of the tensors of a commit that are equal on all workers, or None if all are."""
+        """Return the names of a commit's tensors that are equal on all workers, or None if all are."""
         return None
 
     def differing(self) -> list[str]:
-        """Return the names of the tensors that differ from the commit, if all workers must have equal values."""
+        """Return the names of the tensors that differ from the commit. Empty if workers may have different values."""
         return []
 
     # ---- Horovod's interface ---------------------------------------------------------------------
@@ -161,17 +170,17 @@ class Part(StateHandler):
         self.save()
 
     def save(self) -> None:
-        """Copy the value. Copies of CUDA tensors may still be in flight when this returns.
+        """Save a copy of the value. Copies of CUDA tensors may still be in flight when this returns.
 
         Raises:
-            Invalid: the value can't be copied.
+            Invalid: the value cannot be copied.
         """
         structure, tensors = self.live()
         extra = copied(structure, self.what), self.own()
         self.snapshot.take(tensors, extra, trust=self.seems_unchanged())
 
     def restore(self) -> None:
-        """Restore exactly the bits that were saved, in place if the shapes agree.
+        """Restore the value to exactly the saved bits, in place if the shapes agree.
 
         Raises:
             DeviceLost: the accelerator failed.
@@ -203,13 +212,13 @@ class Part(StateHandler):
         self.seems_unchanged()
 
     def restore_nothing(self) -> None:
-        """Handle a restore without a complete copy, like `restore`. The value is unchanged."""
+        """Handle a restore without a complete copy. The value itself is left unchanged."""
 
     def before_restore(self, own: Any) -> None:
-        """Restore the objects to which the committed tensors belong, before the tensors."""
+        """Before the tensors are restored, restore the objects that they belong to."""
 
     def sync(self) -> None:
-        """Broadcast this value from rank 0, and save it."""
+        """Broadcast the value from rank 0, and save a copy of it."""
         rt = lifecycle.active()
         if rt is not None:
             group = rt.group("state", torch.device("cpu"))
@@ -228,7 +237,9 @@ class Part(StateHandler):
 
 
 class DictPart(Part):
-    """Handler of objects with ``state_dict()`` and ``load_state_dict()``: LR schedulers, gradient scalers."""
+    """Handler of objects with ``state_dict()`` and ``load_state_dict()``, such as LR schedulers and gradient
+    scalers.
+    """
 
     def layout(self) -> list[str]:
         return [f"{self.name} {type(self.value).__name__}"]
@@ -245,7 +256,8 @@ class DictPart(Part):
 class ScalerPart(DictPart):
     """Handler of a `torch.amp.GradScaler`.
 
-    Its ``state_dict()`` does not contain the optimizers that were unscaled since the last ``update()``.
+    The scaler's ``state_dict()`` does not contain the optimizers that were unscaled since the last ``update()``, which
+    a restore must forget.
     """
 
     value: torch.amp.GradScaler
@@ -255,22 +267,22 @@ class ScalerPart(DictPart):
     ) -> None:
         super().place(structure, fresh, own, restoring=restoring)
         if self.value.is_enabled():
-            # The interrupted step may have called unscale_() or step(), which cannot be called twice between two
+            # The interrupted step may have called unscale_() or step(), which must not be called twice between two
             # updates.
             self.value._per_optimizer_states.clear()
 
 
 class Carried:
-    """Base class of values that define a state dict. Instances can be put into any state.
+    """Base class of values that can be put into any state, because they define a state dict.
 
     Args:
-        own: whether the value is local to this worker: it is committed and restored, but never sent.
+        own: whether the value is local to this worker. A local value is committed and restored, but never sent.
     """
 
     own = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return Python values and tensors. The caller may keep them, so the handler must not modify them later."""
+        """Return Python values and tensors. The caller may keep them, so they must not be modified later."""
         raise NotImplementedError
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -279,7 +291,7 @@ class Carried:
 
     @staticmethod
     def of(value: Any) -> Any:
-        """Wrap a value of another type that has the two methods."""
+        """Wrap a value of another type that has ``state_dict()`` and ``load_state_dict()``."""
         known = isinstance(value, torch.optim.lr_scheduler.LRScheduler | Carried)
         return value if known else _CarriedFor(value)
 
@@ -317,10 +329,10 @@ class CarriedPart(DictPart):
 
 
 class ShardsStateHandler(DictPart):
-    """Handler of an `elastic.Shards`, which saves the step number.
+    """Handler of an `elastic.Shards`. Saves the step number.
 
-    Its layout describes the arithmetic of this process. A worker with results that would not be bitwise identical is
-    therefore rejected before it joins.
+    The layout describes the arithmetic of this process, so that a worker whose results would not be bitwise identical
+    is rejected before it joins.
     """
 
     def layout(self) -> list[str]:
@@ -337,10 +349,10 @@ class ShardsStateHandler(DictPart):
         return [f"{self.name}.{line}" for line in self.value.arithmetic]
 
     def comparable(self, layout: str) -> str:
-        """Return the part of the layout that a checkpoint must match.
+        """Return the lines of the layout that a checkpoint must match.
 
-        The share of verified shards is omitted, because it changes no result. With --allow-inexact, the arithmetic is
-        omitted too.
+        The share of verified shards is omitted, because it does not affect results. With --allow-inexact, the
+        arithmetic is also omitted.
         """
         left_out = [f"{self.name}.verify "]
         if self._allowed():
@@ -349,7 +361,7 @@ class ShardsStateHandler(DictPart):
         return "\n".join(line for line in lines if not line.startswith(tuple(left_out)))
 
     def resume_from(self, layout: str) -> None:
-        """Compare the arithmetic of a loaded checkpoint, unless it was written with --allow-inexact."""
+        """Check that a loaded checkpoint has the same arithmetic, unless it was written with --allow-inexact."""
         lines = layout.splitlines()
         before = [line for line in lines if line.startswith(f"{self.name}.arithmetic.")]
         differs = [line for line in self._arithmetic() if before and line not in before]
@@ -361,7 +373,7 @@ class ShardsStateHandler(DictPart):
 
 
 class SamplerStateHandler(DictPart):
-    """Handler of an `ElasticSampler`, which saves its epoch and progress."""
+    """Handler of an `ElasticSampler`. Saves its epoch and progress."""
 
     def layout(self) -> list[str]:
         return [f"{self.name} {type(self.value).__name__} of {len(self.value.dataset)}"]

@@ -1,7 +1,7 @@
-"""Copying of Python values for commits, and pickling for peers. Does not access tensors of models or optimizers.
+"""Copies Python values for commits, and pickles them for peers. Does not access tensors of models or optimizers.
 
 Values that have handlers (models, optimizers, samplers) are referenced, not copied. A value that refers to the model
-still refers to it after a restore, and on another worker to that worker's model.
+still does so after a restore, and on another worker refers to that worker's model.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from elastic import pickling
 from elastic.errors import Invalid
 from elastic.sharding import unsupported_sharding
 
-ATOMS = frozenset({int, float, str, bool, bytes, type(None)})  # immutable, so no copy is needed
+# immutable types, whose values need not be copied
+ATOMS = frozenset({int, float, str, bool, bytes, type(None)})
 
 
 class Index(dict[Any, Any]):
-    """Immutable dictionary, which deep copies share instead of copying it."""
+    """Immutable dictionary. Deep copies share it instead of copying it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Index:
         return self
 
 
 def copied(value: Any, what: str, referred: Iterable[object] = ()) -> Any:
-    """Return a deep copy of ``value`` that shares only the objects in ``referred`` with it.
+    """Return a deep copy of ``value``. It shares only the objects in ``referred`` with the original.
 
     Raises:
-        Invalid: the value can't be copied. The message names ``what``.
+        Invalid: the value cannot be copied. The message names ``what``.
     """
     if type(value) in ATOMS:
         return value
@@ -51,7 +52,7 @@ def copied(value: Any, what: str, referred: Iterable[object] = ()) -> Any:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy like ``copy.deepcopy``, but faster for dictionaries and lists of numbers and strings."""
+    """Return a deep copy. Faster than ``copy.deepcopy`` for dictionaries and lists of numbers and strings."""
     kind = type(value)
     if kind in ATOMS or kind is Index or (kind is tuple and ATOMS.issuperset(map(type, value))):
         return value
@@ -77,7 +78,8 @@ class _Pickler(pickling.Pickler):
         return self._names.get(id(value))
 
     def reducer_override(self, value: object) -> Any:
-        # A CUDA tensor would be unpickled to the sender's device index, which may be another worker's GPU.
+        # Pickle CUDA tensors as CPU tensors: they would be unpickled to the sender's device index, which may be another
+        # worker's GPU.
         if isinstance(value, torch.Tensor) and value.is_cuda:
             return _to_this_gpu, (value.detach().cpu(), value.requires_grad)
         return super().reducer_override(value)
@@ -100,7 +102,7 @@ def dumps(value: Any, what: str, referred: dict[str, object]) -> bytes:
     """Pickle a value for a worker of the same job.
 
     Raises:
-        Invalid: the value can't be pickled. The message names ``what``.
+        Invalid: the value cannot be pickled. The message names ``what``.
     """
     file = io.BytesIO()
     try:

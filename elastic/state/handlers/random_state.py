@@ -1,6 +1,6 @@
-"""Handler of this worker's random generators: their states are committed, but never sent to peers.
+"""Handler of this worker's random generators. Their states are committed, but never sent to peers.
 
-The generators are those of torch, CUDA if in use, numpy if imported, and ``random``.
+The generators are those of torch, of CUDA if in use, of numpy if imported, and of ``random``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class RandomState:
-    """States of the process-wide generators at the last commit."""
+    """States of the process-wide random generators at the last commit."""
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] = {}
@@ -27,11 +27,11 @@ class RandomState:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """Return the last saved states. A later `save` does not modify them."""
+        """Return the states from the last `save`. A later `save` does not modify them."""
         return self._saved
 
     def adopt(self, saved: dict[str, Any]) -> None:
-        """Set the states that another process has saved, for generators that this process also has."""
+        """Set the states that another process has saved, for those generators that this process also has."""
         mine = {name for name in saved if name != "cuda" or torch.cuda.is_available()}
         if "numpy" in mine and "numpy" not in sys.modules:
             mine.remove("numpy")

@@ -1,7 +1,9 @@
-"""Handler of learning rate schedules that checks that functions of the step are the same on this worker and rank 0.
+"""Handler of learning rate schedulers. Checks that a schedule's functions of the step are equal on this worker and rank
+0.
 
-``LambdaLR.state_dict()`` does not contain functions. A joining worker creates its own, possibly from a number of steps
-that was computed for another world size. Ranks with different learning rates would diverge without an error.
+``LambdaLR.state_dict()`` does not contain the functions. A joining worker creates its own, possibly from a number of
+steps that was computed for another world size. Without this check, ranks with different learning rates would diverge
+silently.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ import torch
 from elastic.errors import StateMismatch
 from elastic.state.handlers.part import DictPart
 
-Factors = dict[str, list[float | None]]  # values of each function at STEPS, or None if it raises
+# values of each function at STEPS, or None for a function that raises
+Factors = dict[str, list[float | None]]
 
-# Sampled steps, dense enough to detect any decay that lasts a tenth of all steps, up to 8 million steps.
+# Steps at which functions are compared. Dense enough, up to 8 million steps, to detect any decay that lasts a tenth of
+# all steps.
 STEPS = sorted({0, *(round(2 ** (eighth / 8)) for eighth in range(184))})
-# relative tolerance, because the math libraries of two hosts may differ in the last bits
+# relative tolerance; the math libraries of two hosts may differ in the last bits
 TOLERANCE = 1e-9
 
 
@@ -33,21 +37,21 @@ class ScheduleDifference(NamedTuple):
 
 
 class SentSchedule(NamedTuple):
-    """Values of a schedule, sent by rank 0."""
+    """Values of a schedule's functions, as sent by rank 0."""
 
     state: dict[str, Any]
     factors: Factors
 
 
 def factors(schedule: Any) -> Factors:
-    """Return the values of all functions of the step in ``schedule`` and in nested schedules."""
+    """Return the values of all functions of the step in ``schedule`` and the schedules nested in it."""
     return {name: [_value(call, step) for step in STEPS] for name, call in _functions(schedule)}
 
 
 def difference(
     theirs: Mapping[str, list[float | None]], ours: Factors
 ) -> ScheduleDifference | None:
-    """Return the first difference between the values of rank 0 and of this worker, or None."""
+    """Return the first difference between rank 0's and this worker's values, or None."""
     for name, values in ours.items():
         for step, there, here in zip(STEPS, theirs.get(name, values), values, strict=True):
             if not _same(there, here):
@@ -64,9 +68,9 @@ def _same(one: float | None, other: float | None) -> bool:
 
 
 def _functions(schedule: Any, within: str = "") -> Iterator[tuple[str, Callable[[int], Any]]]:
-    """Yield functions of ``LambdaLR``, ``MultiplicativeLR`` and ``CyclicLR``.
+    """Yield the functions of ``LambdaLR``, ``MultiplicativeLR`` and ``CyclicLR`` schedules.
 
-    Schedules nested in ``SequentialLR`` and ``ChainedScheduler`` are included.
+    This includes schedules nested in ``SequentialLR`` and ``ChainedScheduler``.
     """
     lambdas = getattr(schedule, "lr_lambdas", None)
     for number, each in enumerate(lambdas if isinstance(lambdas, list) else ()):
@@ -83,12 +87,12 @@ def _functions(schedule: Any, within: str = "") -> Iterator[tuple[str, Callable[
 def _value(call: Callable[[int], Any], step: int) -> float | None:
     try:
         return float(call(step))
-    except Exception:  # any error of the script's function, for example an index out of range
+    except Exception:  # any exception of the script's function, such as an index out of range
         return None
 
 
 class SchedulePart(DictPart):
-    """Handler of a torch scheduler. Transfers contain the values of rank 0's functions. Commits do not."""
+    """Handler of a torch LR scheduler. Transfers contain the values of rank 0's functions; commits do not."""
 
     value: torch.optim.lr_scheduler.LRScheduler
 
