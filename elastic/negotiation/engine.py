@@ -49,7 +49,7 @@ _SLICE_S = 0.05
 
 
 class Engine:
-    """Negotiates the named collectives of one generation with the other ranks, and starts them.
+    """Engine that negotiates the named collectives of one generation with the other ranks, and starts them.
 
     Args:
         group_for: called with a purpose, a device and the members; returns the process group that transfers the data.

@@ -141,7 +141,7 @@ class Pending:
         self._part: tuple[int, int] | None = None
         self._value: Any = None
         self._ready: Any = None
-        # current CUDA stream at submission, because another thread may start the collective on a different one
+        # Record the event now: another thread may start the collective later, on a different stream.
         if device.type == "cuda":
             self._ready = torch.cuda.Event()
             self._ready.record()

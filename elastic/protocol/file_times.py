@@ -1,4 +1,4 @@
-"""Detects files that have changed since this process started, by their timestamps."""
+"""Detection of files that have changed since this process started, by their timestamps."""
 
 from __future__ import annotations
 

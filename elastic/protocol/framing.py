@@ -49,7 +49,7 @@ def derived(secret: bytes, purpose: str, generation: int) -> bytes:
 
 
 class FramedConnection:
-    """Encodes outgoing frames and decodes incoming ones at one end of a connection.
+    """Encoder of outgoing frames and decoder of incoming ones, at one end of a connection.
 
     Args:
         decoder: decoder of the peer's messages.

@@ -1,4 +1,4 @@
-"""Parses ``--islands``, which groups hosts into islands that average gradients in every step.
+"""Parsing of ``--islands``, which groups hosts into islands. The hosts of an island average gradients in every step.
 
 Pure: no I/O, no clock.
 """

@@ -1,4 +1,4 @@
-"""Detects a worker's death immediately, through a robust lock in memory that the worker shares with its agent.
+"""Immediate detection of a worker's death, through a robust lock in memory that the worker shares with its agent.
 
 When a process dies, the kernel releases its robust locks first. Then it frees the memory, which may take long, and only
 afterwards closes the sockets and notifies the parent. See set_robust_list(2). The lock therefore detects a death
@@ -79,7 +79,7 @@ def _lock(address: int) -> bool:
         and _libc.pthread_mutexattr_setpshared(kind, 1) == 0
         and _libc.pthread_mutexattr_setrobust(kind, 1) == 0
         and _libc.pthread_mutex_init(mutex, kind) == 0
-        # Fails in a second process of the same worker, because the first one holds the lock.
+        # This fails in a second process of the same worker, because the first one holds the lock.
         and _libc.pthread_mutex_trylock(mutex) == 0
         and word.value == threading.get_native_id()  # layout of glibc's pthread_mutex_t
     )
@@ -150,7 +150,7 @@ class LifeLock:
     def _wait(self, gone: Callable[[], None]) -> None:
         word = ctypes.c_uint32.from_address(self._address)
         while not (value := word.value) & _OWNER_DIED:
-            if not self._futex(_FUTEX_WAIT, value):  # Fails if a sandbox forbids the system call.
+            if not self._futex(_FUTEX_WAIT, value):  # fails if a sandbox forbids the system call
                 return self._leave()
         if not self._ended:
             gone()

@@ -25,7 +25,7 @@ KINDS = frozenset("XBEi")
 
 
 class TraceFormat:
-    """Formats the records of one timeline file.
+    """Formatter of the records in one timeline file.
 
     Args:
         start_ns: start of the timeline on the clock of all records, in nanoseconds.

@@ -1,4 +1,4 @@
-"""Validates the arguments of a job on a Ray cluster before anything is started. Does not import Ray."""
+"""Validation of the arguments of a job on a Ray cluster, before anything is started. Does not import Ray."""
 
 from __future__ import annotations
 

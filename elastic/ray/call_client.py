@@ -18,7 +18,7 @@ RELEASED_S = 30.0
 
 
 class CallClient:
-    """Calls the persistent workers of one executor. Not thread-safe."""
+    """Client that calls the persistent workers of one executor. Not thread-safe."""
 
     def __init__(self, follower: DriverClient, size: int) -> None:
         self._follower = follower

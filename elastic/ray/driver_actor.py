@@ -155,7 +155,7 @@ class DriverActor:
         return self._desk
 
     async def stop(self, reason: str) -> None:
-        """End the job with exit code 130. A second call ends the job without waiting for its workers."""
+        """End the job with exit code 130. A second call ends the job immediately."""
         await self._in_loop(self._stop(reason))
 
     async def close(self) -> None:
@@ -352,8 +352,8 @@ def _restarted() -> bool:
 def end_with_raylet() -> None:
     """Exit this process when its raylet dies.
 
-    Ray then treats the node as lost and restarts a detached driver elsewhere. The raylet's death would not end this
-    process, so that two drivers would run.
+    When a raylet dies, Ray treats the node as lost and restarts a detached driver elsewhere, but does not end the
+    processes on the node.
     """
     raylet = int(os.environ.get("RAY_RAYLET_PID", "0"))
     if not raylet:
@@ -371,7 +371,9 @@ def end_with_raylet() -> None:
 
 
 class RayProvider:
-    """Provides nodes, placement groups and actors of Ray to the driver. See `elastic.driver.job.provider.Provider`."""
+    """Provider of Ray's nodes, placement groups and actors for the driver. See
+    `elastic.driver.job.provider.Provider`.
+    """
 
     def __init__(
         self,

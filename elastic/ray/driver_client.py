@@ -172,7 +172,8 @@ class DriverClient:
         """Forward output and reports. Waits up to ``wait_s`` seconds for the first item, and returns whether there was
         any.
         """
-        self._telling = None  # Send the next request before the items are processed.
+        # Drop the pending request, because the next line sends it again with another timeout.
+        self._telling = None
         batch = self.ask(self.actor.news.remote(self._source, self._next, wait_s), wait_s + CLOSE_S)
         return self._pass_on(batch)
 
@@ -232,8 +233,8 @@ class DriverClient:
     def ended(self, ref: Any | None = None, *, stops_job: bool = True) -> Ended:
         """Wait for the job to end, and return its outcome.
 
-        Ctrl-C stops the job; a second Ctrl-C stops it without waiting for its workers. If ``stops_job`` is False,
-        Ctrl-C only ends the wait.
+        Ctrl-C stops the job; a second Ctrl-C stops it immediately. If ``stops_job`` is False, Ctrl-C only ends the
+        wait.
         """
         ref = ref if ref is not None else self.actor.outcome.remote()
         stops = 0

@@ -1,4 +1,4 @@
-"""Selects the world that a persistent worker joins after a failed call. Pure: no I/O, no clock.
+"""Selection of the world that a persistent worker joins after a failed call. Pure: no I/O, no clock.
 
 A request to regroup reaches the ranks at different times. On a rank that has not received it, a function that calls
 ``init()`` may rendezvous with ranks that have. In a rendezvous, ranks therefore exchange the number of the request that

@@ -97,7 +97,7 @@ class Calls:
 
 
 class Serving:
-    """Executes the calls of a persistent worker, and keeps its instance between them."""
+    """Executor of a persistent worker's calls, which keeps the worker's instance between calls."""
 
     def __init__(self, world: CallWorld) -> None:
         self._world = world

@@ -1,4 +1,4 @@
-"""Settings that a worker reads from environment variables. No other module of the worker reads the environment."""
+"""Settings that a worker reads from environment variables. Only this module of the worker reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detects this process's launcher, rank and rendezvous method from environment variables.
+"""Detection of this process's launcher, rank and rendezvous method from environment variables.
 
 Pure: no I/O, no clock.
 

@@ -1,4 +1,4 @@
-"""Handles errors in user code that occur because child processes exit while this worker is leaving.
+"""Handling of errors in user code that occur because child processes exit while this worker is leaving.
 
 Slurm, systemd and other process managers send SIGTERM to every process of a job. When a loader worker exits, its
 training process raises an error. Such an error ends only the current world: this worker still holds the last commit,
@@ -25,7 +25,7 @@ LOOK_S = 0.01
 
 
 class Departure:
-    """Detects whether this worker is leaving during a training run. Must be used in the training thread.
+    """Detector of errors that occur because this worker is leaving. Must be used in the training thread.
 
     Args:
         session: this worker's session.

@@ -1,4 +1,5 @@
-"""Notifies listeners about changes of the job's hosts, by calling their ``on_hosts_updated(timestamp, update_res)``.
+"""Notification of listeners about changes of the job's hosts, through their ``on_hosts_updated(timestamp,
+update_res)``.
 
 Every State under ``elastic.run`` is notified, and scripts may register their own objects. Listeners are notified when
 the list of hosts changes, and again when the driver prepares a planned change, before any worker stops for it. A

@@ -1,4 +1,4 @@
-"""Tracks the collectives of this worker's training thread, and reports its progress to the driver.
+"""Progress of this worker's training thread through its collectives, and reports of it to the driver.
 
 Pure: times are passed in.
 

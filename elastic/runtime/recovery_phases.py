@@ -1,4 +1,4 @@
-"""Measures the phases of a recovery, for the driver's log. Pure: times are passed in."""
+"""Durations of the phases of a recovery, for the driver's log. Pure: times are passed in."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ ENDED = (Phase.BROKEN, Phase.OVER)
 
 
 class Pulse:
-    """Detects that this process was stopped for a while. The link thread calls it at each wake-up, at least once a
+    """Detector of periods in which this process was stopped. The link thread calls it at each wake-up, at least once a
     second.
     """
 

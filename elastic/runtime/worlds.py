@@ -1,4 +1,4 @@
-"""Lets this worker enter worlds formed by the driver, and static worlds without a driver."""
+"""Entry of this worker into worlds formed by the driver, and into static worlds without a driver."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from elastic.runtime.session import Session
 
 
 class DriverWorlds:
-    """Enters the worlds that the driver forms. All methods except `restate` must be called from the training thread."""
+    """Entry into the worlds that the driver forms. All methods except `restate` must be called from the training
+    thread.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -106,7 +108,7 @@ class DriverWorlds:
 
 
 class FixedWorlds:
-    """Enters worlds of a fixed size, without a driver."""
+    """Entry into worlds of a fixed size, without a driver."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -127,7 +129,7 @@ class FixedWorlds:
         self.begin(messages.World(generation, place, address, 0, None, "no driver"))
 
     def begin(self, world: messages.World) -> None:
-        """Begin a world whose places are known.
+        """Enter the given world.
 
         Rank 0 serves the world's store at the given address, or at the address to which it is already bound.
         """

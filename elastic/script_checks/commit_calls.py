@@ -1,4 +1,4 @@
-"""Finds the ``commit()`` calls in a script's syntax tree, and the conditions under which they run. Pure: no I/O, no
+"""Search for ``commit()`` calls in a script's syntax tree, with the conditions under which they run. Pure: no I/O, no
 clock.
 """
 

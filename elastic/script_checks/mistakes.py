@@ -1,4 +1,4 @@
-"""Detects mistakes in a training script from observations of its steps. Pure: no I/O, no clock.
+"""Detection of mistakes in a training script, from observations of its steps. Pure: no I/O, no clock.
 
 These mistakes raise no error while all workers run, but make the training wrong after a failure, or even from the
 start. docs/script-checks.md describes each kind.

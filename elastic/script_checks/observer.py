@@ -1,4 +1,4 @@
-"""Observes a training function's first steps, and reports the mistakes found.
+"""Observation of a training function's first steps, and reports of the mistakes found.
 
 After the check, the step hook stays installed until the training ends, and only returns. It can't be removed earlier:
 torch iterates over its hooks while they run, so a hook must not remove one.
@@ -54,7 +54,7 @@ OURS = ("elastic", "horovod")
 
 
 class ScriptObserver:
-    """Observes one training. All methods must be called from the training thread."""
+    """Observer of one training. All methods must be called from the training thread."""
 
     def __init__(self, rt: WorkerRuntime, state: State, function: Callable[..., Any]) -> None:
         self._rt = rt

@@ -1,4 +1,4 @@
-"""Finds loops around ``commit()`` that start from the beginning whenever ``elastic.run`` calls the training function.
+"""Detection of loops around ``commit()`` that restart whenever ``elastic.run`` calls the training function.
 
 Pure: no I/O, no clock.
 

@@ -1,4 +1,4 @@
-"""Analyzes a script's source, if it matches the running code, for ``commit()`` calls and restarting loops."""
+"""Analysis of a script's source, if it matches the running code, for ``commit()`` calls and restarting loops."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from elastic.state.state import State
 
 
 class StepSource(Protocol):
-    """Observes one training in one framework. All methods must be called from the training thread."""
+    """Observer of one training in one framework. All methods must be called from the training thread."""
 
     def classes(self) -> list[type]:
         """Return the classes whose instances, including those of subclasses, are passed to `meet`."""

@@ -273,8 +273,7 @@ def _remesh_param(param: Any, info: Any) -> torch.Tensor:
         pin_memory=param.pin_memory,
     )
     local = padded.narrow(0, 0, param.sharded_size[0])
-    # FSDP2 also gathers the padding of the last shard, so it must not contain NaN.
-    padded[param.sharded_size[0] :].zero_()
+    padded[param.sharded_size[0] :].zero_()  # FSDP2 also gathers the padding of the last shard
     param._sharded_param_data = padded.view(-1)
     parameter._local_tensor, parameter._spec = local, param._sharding_spec
     parameter.grad = None

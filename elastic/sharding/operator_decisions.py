@@ -5,9 +5,9 @@ Torch makes each decision once per operator, shapes and mesh. After a change of 
 optimizer step repeats all decisions. This takes 0.5 s for AdamW with ``foreach`` and 96 parameters.
 
 If all tensors of an elementwise operator have the same sharding, the operator needs no communication in any mesh.
-Torch's decision for one mesh then also holds for any other mesh in which the same dimensions have a single rank, and in
-which sharded tensors have enough rows for all shards in the same cases (see `_Query`). Private names of torch are used
-(see `tested_torch`).
+Torch's decision for one mesh then also holds for any other mesh that agrees with it on two properties: which of its
+dimensions have a single rank, and whether each sharded dimension of a tensor has at least as many rows as shards (see
+`_Query`). Private names of torch are used (see `tested_torch`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Selects the commit that all ranks restore: the newest one whose shards are all held by some rank.
+"""Selection of the commit that all ranks restore: the newest one of which every shard is held by some rank.
 
 Pure: no I/O, no clock.
 

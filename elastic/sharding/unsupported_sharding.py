@@ -1,4 +1,4 @@
-"""Detects models and optimizers whose sharding a state does not support, and creates the errors for them."""
+"""Detection of models and optimizers with a sharding that states do not support, and the errors for them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _WHY = {
 
 
 def of_module(module: torch.nn.Module) -> Fixed | None:
-    """Return how a module is sharded, or None if it is not."""
+    """Return the kind of sharding of a module, or None if it is not sharded."""
     fully = _classes("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
     if fully and any(isinstance(each, fully) for each in module.modules()):
         return Fixed.MODULE
@@ -62,14 +62,14 @@ def of_module(module: torch.nn.Module) -> Fixed | None:
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer) -> Fixed | None:
-    """Return how an optimizer or its parameters are sharded, or None if they are not."""
+    """Return the kind of sharding of an optimizer or its parameters, or None if they are not sharded."""
     if zero.is_zero(optimizer) or zero.is_divided(optimizer):
         return Fixed.OPTIMIZER
     return of_parameters(each for group in optimizer.param_groups for each in group["params"])
 
 
 def of_parameters(parameters: Iterable[Any]) -> Fixed | None:
-    """Return how parameters are sharded, or None if they are not."""
+    """Return the kind of sharding of parameters, or None if none of them is sharded."""
     tensors = _classes("torch.distributed.tensor", "DTensor")
     found = None
     for each in parameters:
@@ -347,7 +347,7 @@ def refuse_late(name: str) -> NotElastic:
 
 
 def of_value(value: object) -> Fixed | None:
-    """Return how a model or an optimizer is sharded, or None if it is not."""
+    """Return the kind of sharding of a model or an optimizer, or None if it is not sharded."""
     if isinstance(value, torch.nn.Module):
         return of_module(value)
     return of_optimizer(value) if isinstance(value, torch.optim.Optimizer) else None

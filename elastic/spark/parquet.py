@@ -1,4 +1,4 @@
-"""Reads an estimator's Parquet data in the workers, one row group at a time. Imports pyarrow at first use."""
+"""Reader of an estimator's Parquet data in the workers, one row group at a time. Imports pyarrow at first use."""
 
 from __future__ import annotations
 

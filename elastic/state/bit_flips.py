@@ -1,4 +1,4 @@
-"""Simulates memory faults for `elastic.failpoints` by flipping a bit in a tensor of a state."""
+"""Simulation of memory faults for `elastic.failpoints`: flips a bit in a tensor of a state."""
 
 from __future__ import annotations
 

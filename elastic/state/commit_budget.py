@@ -1,4 +1,4 @@
-"""Decides which ``commit()`` calls copy the state, so that copies take at most a given fraction of time. Pure.
+"""Selection of the ``commit()`` calls that copy the state, so that copies take at most a given fraction of time. Pure.
 
 All ranks make the same decision, because it depends only on the number of calls and on costs that the ranks have
 exchanged.

@@ -1,4 +1,4 @@
-"""Measures the costs of commits, and exchanges them between ranks for `commit_budget`."""
+"""Measurement of the costs of commits, and their exchange between ranks for `commit_budget`."""
 
 from __future__ import annotations
 

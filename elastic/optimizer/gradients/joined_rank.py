@@ -1,4 +1,4 @@
-"""Takes part in the other ranks' steps on a joined rank, which contributes zeros and keeps its state unchanged.
+"""Participation of a joined rank in the other ranks' steps: it contributes zeros, and its state does not change.
 
 This module also contains the exchanges with which ranks agree on a plan, because joined and other ranks must make
 matching calls. `plan_agreement` interprets their results. `gradient_reducer` and `elastic.optimizer.join` decide when
@@ -183,8 +183,8 @@ def _reduced(group: Collectives, buffer: torch.Tensor, layout: StepPlan) -> Work
 
 
 class JoinedRank:
-    """Takes part in the steps of one plan on a joined rank. The reduction of the plan's first buffer completes when the
-    other ranks step.
+    """Participation of a joined rank in the steps of one plan. When other ranks take a step, the pending reduction of
+    the plan's first buffer completes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Schedules the sums over a step's shards. Buckets are reduced one by one during the last shard's backward pass.
+"""Scheduling of the sums over a step's shards: buckets are reduced one by one during the last shard's backward pass.
 
 As the gradients of a shard become ready, they are added to those of earlier shards along the tree (`buckets`). In a
 rank's last shard, full buckets are launched in plan order. The loop over the shards ends when all buckets are complete.

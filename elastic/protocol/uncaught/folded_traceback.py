@@ -1,4 +1,4 @@
-"""Formats an exception as Python does, but folds the frames of this package into one line.
+"""Formatting of an exception as Python prints it, with each run of this package's frames folded into one line.
 
       File "train.py", line 21, in <module>
         train(state)

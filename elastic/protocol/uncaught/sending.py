@@ -1,4 +1,4 @@
-"""Sends a worker's uncaught exception to the agent, as a line of JSON through a private pipe.
+"""Transfer of a worker's uncaught exception to the agent, as a line of JSON through a private pipe.
 
 The pipe exists before the script begins and works without `init()`. The agent keeps both ends of the pipe, and the
 worker opens it through /proc. If the pipe cannot be opened or has no reader, `send` returns False.

@@ -1,4 +1,4 @@
-"""Recognizes exceptions in user code that occur because this worker or job is ending. Pure: no I/O, no clock.
+"""Detection of exceptions in user code that occur because this worker or job is ending. Pure: no I/O, no clock.
 
 A process manager that ends a job also signals the job's loader workers, and a training process raises an exception when
 one of its loader workers exits.

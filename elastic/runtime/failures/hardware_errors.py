@@ -1,4 +1,4 @@
-"""Recognizes exceptions that a GPU, its driver or NCCL has caused rather than the script, by type and error code.
+"""Detection, by type and error code, of exceptions caused by a GPU, its driver or NCCL rather than by the script.
 
 A single fault in a host's GPU fabric makes all its GPUs fail with the same message at the same commit. Two equal
 exceptions of this kind therefore do not prove that the script is wrong.

@@ -1,4 +1,4 @@
-"""Copies a shard from a GPU to pinned host memory while training continues.
+"""Copying of a shard from a GPU to pinned host memory while training continues.
 
 If the GPU has no room for a second copy, the tensors are read while the next forward and backward pass run. On its
 stream, the next step of an optimizer waits until they have been read (`ordered`). Other writes cannot be prevented, but

@@ -310,7 +310,7 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """Return this rank's rows of a DTensor, or the tensor itself if it is not one."""
+    """Return this rank's rows of a DTensor."""
     local: torch.Tensor = tensor._local_tensor
     return local
 

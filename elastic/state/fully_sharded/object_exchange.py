@@ -1,4 +1,4 @@
-"""Exchanges Python objects between the ranks of a group through the group's collectives."""
+"""Exchange of Python objects between the ranks of a group, through the group's collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commits of a sharded state: copies, mirrors and seals shards, and restores a commit in another world.
+"""Commits of a sharded state: copying, mirroring and sealing of shards, and restoring a commit in another world.
 
 `elastic.sharding` makes the decisions; this module copies and sends data. For a commit, each rank copies its shard to
 one of two snapshot buffers, and sends it to the ranks that keep a copy of the shard. The commit is sealed once all
@@ -236,7 +236,7 @@ class ShardedCommits:
         # None if the state is not divided among ranks yet, or if this is the only rank
         self._world: ShardedWorld | None = None
         self._number = 0  # number of the next commit in this world
-        self._bank = 0  # index of the snapshot buffer that contains the newest commit
+        self._bank = 0  # index of the snapshot buffer for the commit in progress
         # transfers of the newest commit, or None once it is sealed
         self._transfers: list[Transfer] | None = None
         # If ranks have different tensors: this rank's specifications at the last commit, and those of all ranks.

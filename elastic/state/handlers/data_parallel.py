@@ -1,4 +1,4 @@
-"""``DistributedDataParallel`` in a state: commits its module, and rebuilds its reducer for each world.
+"""Handlers of ``DistributedDataParallel`` in a state, which commit its module and rebuild its reducer for each world.
 
 The C++ reducer of DDP holds gradient counts and buckets of the previous world, in an order that a joining worker does
 not know. In each world, every rank therefore creates a new reducer, as DDP's constructor does, without a collective.

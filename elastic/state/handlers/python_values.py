@@ -1,4 +1,4 @@
-"""Copies Python values for commits, and pickles them for peers. Does not access tensors of models or optimizers.
+"""Copying of Python values for commits, and pickling for peers. Does not access tensors of models or optimizers.
 
 Values that have handlers (models, optimizers, samplers) are referenced, not copied. A value that refers to the model
 still does so after a restore, and on another worker refers to that worker's model.
@@ -78,8 +78,8 @@ class _Pickler(pickling.Pickler):
         return self._names.get(id(value))
 
     def reducer_override(self, value: object) -> Any:
-        # Pickle CUDA tensors as CPU tensors: they would be unpickled to the sender's device index, which may be another
-        # worker's GPU.
+        # Load a CUDA tensor to the receiver's own GPU. By default it would be loaded to the sender's device index,
+        # which may be another worker's GPU.
         if isinstance(value, torch.Tensor) and value.is_cuda:
             return _to_this_gpu, (value.detach().cpu(), value.requires_grad)
         return super().reducer_override(value)

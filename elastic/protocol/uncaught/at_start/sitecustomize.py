@@ -1,4 +1,4 @@
-"""Imported by Python when a worker starts. Installs a hook that sends uncaught exceptions to the agent.
+"""Module that Python imports when a worker starts, to install a hook that sends uncaught exceptions to the agent.
 
 The agent puts this folder at the front of PYTHONPATH. The module removes it again, so that neither the script nor its
 children see it, and then imports the user's own sitecustomize.
