@@ -264,7 +264,8 @@ def _return_to_commit(rt: WorkerRuntime, state: State, *, alone: bool = False) -
     """Return to the last commit after the world has ended.
 
     Args:
-        alone: whether this worker has saved its current state as a commit of its own, and returns to that.
+        alone: whether this worker has saved its current state and returns to that, instead of to the last commit of all
+            workers.
     """
     rt.training.interrupted()
     rt.training.drain()

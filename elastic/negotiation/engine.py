@@ -490,7 +490,7 @@ class Engine:
             self._listener = None
 
     def close_in_forked_child(self) -> None:
-        """In a forked child, close the sockets inherited from the parent."""
+        """Close the sockets that a forked child has inherited. Called in the child."""
         if self._line is not None:
             self._line.close_sockets()
 

@@ -245,7 +245,7 @@ class Pending:
     # ---- interface for the engine ----------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """After the end of the world, receive a decision that was made before it."""
+        """Receive a decision that was made before the world ended. Called after its end."""
         if self._engine is not None and not self.decided:
             self._engine.drain(self)
 
@@ -265,7 +265,7 @@ class Pending:
         return [None] * len(self.tensors) if self.into is None else self.into
 
     def await_tensors(self) -> None:
-        """On a GPU, make the current stream wait for the work that was queued before the collective was submitted."""
+        """Make the current stream of a GPU wait for the work that was queued before the collective was submitted."""
         if self._ready is not None:
             self._ready.wait()
 

@@ -54,7 +54,7 @@ def parse_islands(text: str) -> tuple[IslandRule, ...]:
 
 
 def island_of(host: str, rules: tuple[IslandRule, ...]) -> str:
-    """Return the name of a host's island. The first matching rule applies; a host without one is an island by itself.
+    """Return the name of a host's island. The first matching rule applies; a host without one is its own island.
 
     The name of an island without a rule contains a space, so it differs from all names in rules.
     """

@@ -55,9 +55,7 @@ def connect() -> None:
 
 
 def with_group(wanted: WorkerRequest) -> WorkerRequest:
-    """If the request asks for the caller's placement group and the caller is in one, return the request with that
-    group.
-    """
+    """Return the request with the caller's placement group, if it asks for that group and the caller is in one."""
     if isinstance(wanted.placement_group, str):
         if wanted.placement_group != CURRENT:
             raise Invalid(

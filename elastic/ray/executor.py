@@ -339,7 +339,7 @@ class Executor:
         return values
 
     def run_once(self, call: bytes) -> Result:
-        """Run a pickled call as a job of its own. If necessary, start the executor first."""
+        """Run a pickled call as a separate job. If necessary, start the executor first."""
         if self._follower is None:
             self._follower = self._made(*self._prepared())
         follower = self._follower

@@ -200,7 +200,7 @@ class Store:
         return [key.decode() for key in self.fetch(_AWAITED, 0, timeout_s)]
 
     def provide(self, key: str, make: Callable[[], list[bytes]]) -> None:
-        """On rank 0, register ``make`` as the function that answers fetches of a key. It runs in the store's thread.
+        """Register ``make``, on rank 0, as the function that answers fetches of a key. It runs in the store's thread.
 
         An exception of ``make`` is logged, and its text is sent to the fetching rank. Call this before `open`: other
         ranks may already have connected, and `open` answers them immediately.
@@ -249,7 +249,7 @@ class Store:
             self._listener.close()
 
     def close_in_forked_child(self) -> None:
-        """In a forked child, close the sockets inherited from the parent."""
+        """Close the sockets that a forked child has inherited. Called in the child."""
         for call in self._calls:
             call.close()
         if self._server is not None:

@@ -85,7 +85,7 @@ class CommitLog:
     # ---- commit() ------------------------------------------------------------------------------------------------
 
     def may_commit(self) -> None:
-        """If the world has failed and user code has caught the error, raise it again: an interrupted step must not be
+        """Raise the world's error again if user code has caught it, because an interrupted step must not be
         committed.
         """
         self._session.raise_if_ended()
@@ -131,7 +131,7 @@ class CommitLog:
             self.durable.committed(state, commit, recovery.place)
 
     def finish(self, state: Any) -> None:
-        """After training, make the last commit durable, unless the world fails first."""
+        """Make the last commit durable after training, unless the world fails first."""
         recovery, session = self._session.recovery, self._session
         commit = recovery.agreed()
         if self.durable is not None and commit is not None:

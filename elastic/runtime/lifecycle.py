@@ -35,7 +35,7 @@ def active() -> WorkerRuntime | None:
 
 
 def torchs_own() -> bool:
-    """Return whether the script has created a torch process group of its own, without this package."""
+    """Return whether the script has created its own torch process group, without this package."""
     return _has_group() and active() is None and environment.read().driver is not None
 
 
@@ -149,7 +149,7 @@ def _link(env: Environment, driver: Address) -> Link:
 
 
 def _met(env: Environment, started: LauncherEnv) -> WorkerRuntime:
-    """Create the runtime in a world of fixed size, whose ranks another launcher than elasticrun has started."""
+    """Create the runtime in a world of fixed size, with ranks that a launcher other than elasticrun has started."""
     met = find_rank0.meet(started, env)
     try:
         runtime = WorkerRuntime(met.env, None)

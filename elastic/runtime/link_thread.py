@@ -31,7 +31,8 @@ from elastic.runtime.worlds import DriverWorlds
 SPENT_S = 30.0
 # in a job of fixed size, seconds after SIGTERM in which the driver may request a last checkpoint
 STAY_S = 2.0
-FIRST_SPENT_S = 5.0  # the same interval on rank 0, whose reports also contain the job's progress
+# the same interval on rank 0; shorter, because its reports also contain the job's progress
+FIRST_SPENT_S = 5.0
 
 
 class LinkThread:

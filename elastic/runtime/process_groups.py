@@ -73,7 +73,7 @@ class DeferredCloser:
 
 
 class Groups:
-    """Groups and store of the current world."""
+    """Process groups and rendezvous store of the current world. ``over`` returns whether that world has ended."""
 
     def __init__(self, env: Environment, over: Callable[[], bool]) -> None:
         self._env = env
@@ -142,7 +142,7 @@ class Groups:
             self._hurry(world, broken)
 
     def _hurry(self, world: messages.World, broken: Callable[[str], None]) -> None:
-        """If the world spans several hosts, start to connect all groups that previous worlds have used, in parallel.
+        """Start to connect, in parallel, all groups that previous worlds have used, if the world spans several hosts.
 
         Over long distances, each connection takes many round trips. This method does not wait for the connections.
         """
@@ -325,7 +325,7 @@ class Groups:
                 abortable.abort()
 
     def drain(self, timeout_s: float) -> int:
-        """After `cut`, wait until no collective writes to any tensor any more.
+        """Wait, after `cut`, until no collective can write to a tensor.
 
         Returns the number of groups that did not end in time.
 
@@ -476,7 +476,7 @@ class Groups:
         return (engine is None or engine.rest(timeout_s)) and threads.finish(timeout_s)
 
     def close_in_forked_child(self) -> None:
-        """In a forked child, close the sockets inherited from the parent."""
+        """Close the sockets that a forked child has inherited. Called in the child."""
         if self._listener is not None:
             self._listener.close()
         for _, abortable in self._cuttable:

@@ -363,7 +363,7 @@ class Recovery:
         return [Send(_broke(messages.Stranded, self.generation, self.reason, self._calls))]
 
     def committed(self) -> Commit | None:
-        """Number a commit that was just saved, and return it.
+        """Assign a number to a commit that was just saved, and return the commit.
 
         The number is that of the next safepoint, or of the safepoint at which all workers have stopped. Outside
         ``elastic.run``, workers do not agree on commits, so the commit gets no number and belongs only to this worker.
@@ -373,7 +373,7 @@ class Recovery:
         return self.newest
 
     def committed_alone(self) -> None:
-        """Number a commit that only this worker holds, because user code has left the world.
+        """Assign a number to a commit that only this worker holds, because user code has left the world.
 
         Its number makes it newer than all agreed commits. If several workers have such a commit, that of the lowest
         rank is used, and all workers receive a copy of it.

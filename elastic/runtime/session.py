@@ -79,7 +79,8 @@ class Session:
         self.lost_driver = False
         self._link = link
         self._when_lost: Callable[[], None] = lambda: None
-        self._told_in = 0  # last generation for whose end an exception was raised in user code
+        # last generation whose failure or end was raised as an exception in user code
+        self._told_in = 0
 
     # ---- the state machine ---------------------------------------------------------------------------------------
 
@@ -216,7 +217,7 @@ class Session:
         self.update(Recovery.strand)
 
     def raise_if_ended(self) -> None:
-        """If the world has failed and user code has caught the error, raise it again."""
+        """Raise the world's error again if user code has caught it."""
         if self._told_in == self.recovery.generation:
             self.raise_if_broken()
 

@@ -175,7 +175,7 @@ class Training:
             timeline.end_all()
 
     def drain(self) -> None:
-        """After a loss, wait until no collective of the old world writes to any tensor any more.
+        """Wait, after a loss, until no collective of the old world can write to a tensor.
 
         Raises:
             DeviceLost: a GPU did not end its work in time.

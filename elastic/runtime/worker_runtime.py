@@ -273,7 +273,7 @@ class WorkerRuntime:
         self.session.groups.close()
 
     def close_in_forked_child(self) -> None:
-        """In a forked child, such as a DataLoader worker, close the sockets inherited from the parent."""
+        """Close the sockets that a forked child, such as a DataLoader worker, has inherited. Called in the child."""
         if self._link is not None:
             self._link.close_in_forked_child()
         self.session.groups.close_in_forked_child()

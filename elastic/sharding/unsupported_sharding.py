@@ -108,7 +108,7 @@ def enter_world() -> None:
 
 
 def check_world() -> None:
-    """Before an update, reject sharded models of an earlier world, and pipeline stages in the state.
+    """Check for sharded models of an earlier world, and for pipeline stages in the state. Called before an update.
 
     Raises:
         NotElastic: a sharded model or a pipeline stage was created in an earlier world, or the state has the module of

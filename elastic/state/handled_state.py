@@ -75,7 +75,7 @@ class HandledState(_OfThisProcess, ObjectState):
         self, values: dict[str, Any], rng: Any = False, copies: Any = 1, least_shards: Any = None
     ) -> None:
         values = dict(values)
-        if not isinstance(rng, bool):  # The script has passed a value of its own named rng.
+        if not isinstance(rng, bool):  # The script has passed a value named rng.
             values["rng"] = rng
         refuse_method_names(values)
         refuse_misspelled(values, {"rng": lambda value: isinstance(value, bool)})

@@ -640,7 +640,7 @@ class GradientReducer:
         self._progress.usual = usual
 
     def _heed_change(self, world: Context) -> None:
-        """If the reduced step flag is CHANGE, agree on a new plan: a rank has changed which parameters require a
+        """Agree on a new plan if the reduced step flag is CHANGE: a rank has changed which parameters require a
         gradient.
 
         The step has reduced the parameters of the old plan. The new plan contains all parameters that any rank trains,

@@ -91,7 +91,7 @@ def because_of_a_peer(error: BaseException) -> bool:
 def _of_a_framework(error: BaseException) -> BaseException:
     """Return the original error of a collective that failed inside a TensorFlow graph.
 
-    In the script, TensorFlow raises an error of its own.
+    In the script, TensorFlow raises a different error.
     """
     bridge = sys.modules.get("elastic.tensorflow.bridge")
     original = getattr(bridge, "original", None)

@@ -162,7 +162,7 @@ class ShardBuffers:
         return sum(each.nbytes for each in tensors)
 
     def _pin(self, devices: set[torch.device]) -> bool:
-        """If all tensors are on one GPU, pin the memory. Return whether it is pinned."""
+        """Pin the memory if all tensors are on one GPU. Return whether it is pinned."""
         if len(devices) != 1:
             return False
         if self._pinned is None:

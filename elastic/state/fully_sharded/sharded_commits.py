@@ -385,7 +385,7 @@ class ShardedCommits:
     def _agree_and_mirror(
         self, group: Collectives, world: ShardedWorld, bank: ShardBuffers, valid: bool
     ) -> tuple[bool, list[Transfer], int]:
-        """If the copies of all ranks are valid, mirror them. Return whether they are, and the result of `_mirror`.
+        """Mirror the copies if they are valid on all ranks. Return whether they are, and the result of `_mirror`.
         Collective.
         """
         agreed = torch.tensor([valid], dtype=torch.int64, device="cpu")
@@ -743,7 +743,7 @@ class ShardedCommits:
         return None if self._cycle.base is None else self._banks[self._cycle.base]
 
     def place_own(self, bank: ShardBuffers) -> None:
-        """In an unchanged world, set the sharded tensors from this rank's shard in the buffer. Not collective."""
+        """Set the sharded tensors from this rank's shard in the buffer, in an unchanged world. Not collective."""
         live, found = self._live(), {}
         device = next((each.local.device for each in live.values()), CPU)
         for name, (spec, rows) in bank.own_rows().items():

@@ -215,7 +215,7 @@ class Part(StateHandler):
         """Handle a restore without a complete copy. The value itself is left unchanged."""
 
     def before_restore(self, own: Any) -> None:
-        """Before the tensors are restored, restore the objects that they belong to."""
+        """Restore the objects that the committed tensors belong to. Called before the tensors are restored."""
 
     def sync(self) -> None:
         """Broadcast the value from rank 0, and save a copy of it."""
