@@ -84,7 +84,7 @@ class Engine:
         self._listener: Callable[[Request], None] | None = None
         self._unheard: list[Request] = []  # notifications not yet passed to the listener
         self._submitters: set[int] = set()  # IDs of the threads that have submitted collectives
-        self._lock = threading.Lock()  # guards the nine fields above
+        self._lock = threading.Lock()  # guards the fields above, from ``_limits`` on
         self._hearing = threading.Lock()
         self._sending = threading.Lock()
         self._driving = threading.Lock()
@@ -256,7 +256,8 @@ class Engine:
         """Drive the engine in this thread: exchange messages and start collectives until ``done()`` returns True.
 
         Args:
-            until: time of `time.monotonic`, in seconds, at which to return anyway. None means no limit.
+            until: time of `time.monotonic` in seconds at which to return even if ``done()`` is False. None means no
+                limit.
 
         Raises:
             CollectiveFailed: the engine has failed, now or in an earlier call.

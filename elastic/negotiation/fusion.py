@@ -25,7 +25,7 @@ class FusionLimits:
 
 
 def batches(responses: Sequence[Response], limits: FusionLimits) -> list[list[int]]:
-    """Return the indices of the responses in each batch, in the order in which the batches are to be started.
+    """Return the indices of the responses in each batch, in the order in which to start the batches.
 
     A batch takes the position of its first member. Later responses of the same kind are added while they fit, even if
     responses of other kinds are in between.

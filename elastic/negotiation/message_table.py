@@ -13,12 +13,12 @@ from elastic.negotiation.messages import ALLREDUCE, Members, Request, Response
 
 @dataclass
 class MessageTable:
-    """The pending collectives of one set of ranks."""
+    """Pending collectives of one process set."""
 
     members: Members  # world ranks of all members
     named_as: Members  # members as given in messages, which is empty for the whole world
     offered: dict[int, int]  # bit mask of the cache numbers that each rank has offered
-    # requests, by name and rank
+    # requests without a decision, by name and rank
     waiting: dict[str, dict[int, Request]] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)  # cache number of each name
     entries: list[Response] = field(default_factory=list)  # responses, indexed by cache number

@@ -105,7 +105,7 @@ class ProcessSetTable:
         # ID of the next new set. IDs are never reused, so that an old ID cannot refer to a new set.
         self._next_number = 1
         self.largest = 0  # size of the largest world so far; 0 means none yet
-        self.joined = False  # whether this table has been part of a world
+        self.joined = False  # whether this table's worker has joined a world
 
     def in_world(self, size: int) -> None:
         """Record that this worker is in a world of ``size`` ranks."""

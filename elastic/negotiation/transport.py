@@ -74,7 +74,7 @@ def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Cont
     Args:
         store: store of the world.
         rank: this worker's rank.
-        timeout_s: deadline in seconds. None means the store's own timeout.
+        timeout_s: timeout in seconds. None means the store's own timeout.
 
     Raises:
         CollectiveFailed: rank 0 did not respond in time, or sent invalid settings.

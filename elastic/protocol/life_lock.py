@@ -120,7 +120,7 @@ class LifeLocks:
 
 
 class LifeLock:
-    """Lock of one worker. ``told`` is the value of the worker's environment variable."""
+    """Lock of one worker. ``told`` is the value for the worker's environment variable LIFE_LOCK."""
 
     def __init__(self, told: str, address: int, free: Callable[[], None]) -> None:
         self.told = told

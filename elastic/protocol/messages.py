@@ -739,7 +739,7 @@ class Broken(Message):
 
 
 class Prepare(Message):
-    """Start of a planned change.
+    """Announcement of a planned change.
 
     The receiver answers with the number of safepoints passed, and waits at the next one.
     """

@@ -144,8 +144,8 @@ def arrive(
         rank: rank of this process.
         size: number of ranks.
         local_rank: local rank that the launcher assigned, or None if unknown.
-        mine: address at which this rank would serve the store.
-        timeout_s: time limit, in seconds.
+        mine: address at which this rank, if it is rank 0, will serve the next world's store.
+        timeout_s: timeout in seconds.
 
     Raises:
         CollectiveFailed: a rank did not arrive within ``timeout_s``, or the store does not respond.

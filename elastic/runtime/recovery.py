@@ -276,7 +276,7 @@ class Recovery:
         self.discard_commit()
 
     def leave(self) -> None:
-        """End ``elastic.run``."""
+        """Record that ``elastic.run`` has ended."""
         self.running = False
 
     def train_again(self) -> None:

@@ -6,7 +6,9 @@ from elastic.protocol.messages import ShardsPlaced
 
 
 class Phases:
-    """Times of one worker's recovery, in this order: broken, raised, restored, ready, world, synced, stepped."""
+    """Times at which a worker's recovery reached each phase: broken, raised, restored, ready, world, synced,
+    stepped.
+    """
 
     def __init__(self) -> None:
         self.copied_bytes = 0

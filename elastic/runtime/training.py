@@ -36,7 +36,7 @@ class Training:
         return not self._session.alone and self._session.recovery.finished
 
     def enter(self) -> None:
-        """Begin ``elastic.run``."""
+        """Record that ``elastic.run`` begins."""
         with self._session.lock:
             self._session.recovery.enter()
         self._session.account.begin("joining", time.monotonic())
@@ -48,7 +48,7 @@ class Training:
         self._trains_in = threading.get_ident()
 
     def leave(self) -> None:
-        """End ``elastic.run``."""
+        """Record that ``elastic.run`` has ended."""
         with self._session.lock:
             self._session.recovery.leave()
         self._session.account.begin("idle", time.monotonic())

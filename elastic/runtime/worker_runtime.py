@@ -249,7 +249,7 @@ class WorkerRuntime:
         self.link_thread.connect(self._link)
 
     def first_world(self) -> None:
-        """Wait for the first world. If a world is already training, return with the provisional place."""
+        """Wait for the first world. If a world is already training, return immediately with a provisional place."""
         self.worlds.first()
 
     def pause(self) -> None:

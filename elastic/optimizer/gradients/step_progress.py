@@ -85,7 +85,7 @@ class StepProgress:
         self.complete = self.partial = self.ended = 0
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Start the counts of a new step."""
         self.phase = StepPhase.RECEIVING
 
     def count(self, slot: CountedSlot, passes: int) -> bool:

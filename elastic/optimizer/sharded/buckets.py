@@ -68,7 +68,7 @@ class ShardBucket:
         self.make(1)
 
     def make(self, depth: int) -> None:
-        """Allocate buffers for ``depth`` partials."""
+        """Allocate buffers for ``depth`` partial sums."""
         self.depth = depth
         self.stride = self.elements + ROOM
         self.places = zeros(depth * self.stride, self.dtype, self.device).view(depth, self.stride)
