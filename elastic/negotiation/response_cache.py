@@ -16,7 +16,9 @@ from elastic.negotiation.messages import Members, Request, RequestList, Response
 
 
 class PendingRequest(Protocol):
-    """Interface of a collective that this rank has submitted."""
+    """Interface of a collective that this rank has submitted. Keys of two requests are equal iff the requests are
+    equal.
+    """
 
     key: Hashable  # cache key of the request, computed when it is first needed
 

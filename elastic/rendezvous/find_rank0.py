@@ -218,8 +218,8 @@ def _board(way: ByTorchelasticStore | ByFile | ByStore, deadline: float) -> _Pub
 
 
 class _TorchStore:
-    """Rendezvous through a torch.distributed store, that of torchrun's agent or one that all ranks share, in which rank
-    0 publishes its endpoint.
+    """Rendezvous in which rank 0 publishes its endpoint in a torch.distributed store: that of torchrun's agent, or one
+    that all ranks share.
     """
 
     def __init__(self, store: Any, key: str) -> None:
@@ -243,7 +243,7 @@ class _TorchStore:
 
 
 class _File:
-    """Rendezvous through a file in which rank 0 publishes its endpoint. Only this user can access the file's folder."""
+    """Rendezvous in which rank 0 publishes its endpoint in a file. Only this user can access the file's folder."""
 
     def __init__(self, way: ByFile) -> None:
         self._path = private_folder() / way.name

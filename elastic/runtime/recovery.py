@@ -494,7 +494,7 @@ class Recovery:
     def quit(self, code: int, call: str | None = None) -> list[Action]:
         """Report that the process will exit with ``code``.
 
-        ``call`` is the call in user code that ends it; None means ``sys.exit``.
+        ``call`` is the text of the call in user code that ends the process. None means ``sys.exit``.
         """
         if self.phase is Phase.OVER:
             return []
@@ -521,9 +521,9 @@ def _broke(
 
 
 def excuse_error(recovery: Recovery) -> bool:
-    """Return whether this worker may join another world after an error of user code. See `ErrorExcuse.excuse`.
+    """Return whether this worker may join another world after an exception in user code. See `ErrorExcuse.excuse`.
 
-    Without a commit, no state needs to be preserved, so the result is False.
+    Returns False without a commit, because there is no state to preserve.
     """
     trains = recovery.running and recovery.phase in (Phase.TRAINING, Phase.BROKEN)
     return trains and recovery.newest is not None and recovery.ending.excuse()

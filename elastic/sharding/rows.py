@@ -33,7 +33,7 @@ def rows_of(rows: int, shard: int, shards: int) -> Rows:
 
 
 def overlap(one: Rows, other: Rows) -> Rows:
-    """Return the intersection of two ranges of rows, which may be empty."""
+    """Return the intersection of two ranges of rows. It may be empty."""
     begin = max(one.begin, other.begin)
     return Rows(begin, max(begin, min(one.end, other.end)))
 

@@ -85,7 +85,7 @@ class StepProgress:
         self.complete = self.partial = self.ended = 0
 
     def begin(self) -> None:
-        """Start the counts of a new step."""
+        """Enter RECEIVING at the start of a step."""
         self.phase = StepPhase.RECEIVING
 
     def count(self, slot: CountedSlot, passes: int) -> bool:
