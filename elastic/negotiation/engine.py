@@ -37,8 +37,8 @@ from elastic.protocol.messages import Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, listen
 
-# After this many seconds without a decision, log which ranks a collective is waiting for: they may be blocked in
-# others.
+# After this many seconds without a decision, a thread reports which collective it waits for: other ranks may be blocked
+# in another one.
 BLOCKED_S = 0.3
 LEAVE_S = 0.3  # timeout in seconds for sending the leave message to rank 0
 _MOST_CYCLES = 5  # maximum number of cycles to wait while more collectives are being submitted

@@ -177,8 +177,8 @@ class LocalController:
     def receive(self, within_s: float | None = None) -> list[ResponseList]:
         """Block until a decision or a wake-up arrives, for at most ``within_s`` seconds.
 
-        Raises CollectiveFailed after `abort`, but only once the decisions made before it, which other ranks have
-        received, are returned.
+        Raises CollectiveFailed after `abort`, but first returns the decisions made before it, because other ranks have
+        received them.
         """
         try:
             received = [self.own.get(timeout=within_s), *self._waiting()]

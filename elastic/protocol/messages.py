@@ -643,7 +643,7 @@ class CheckpointDue(Message):
 class NotFinite(Message):
     """Report that gradients have been infinite or NaN since before this commit.
 
-    Sent at the first such commit of a world, and repeated while gradients remain so.
+    Sent at the first such commit of a world, and repeated until gradients are finite again.
 
     Args:
         digest: digest of this rank's parameters before the first step with such gradients, or None if the rank did not

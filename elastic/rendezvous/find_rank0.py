@@ -37,7 +37,7 @@ from elastic.rendezvous.store import Store, listen
 
 REACH_S = 0.5  # timeout in seconds for connecting to rank 0 at an address that may be out of date
 LOOK_S = 0.02  # seconds between attempts to read rank 0's address
-# destination port for looking up a route; no data is sent to it
+# IPv4 and IPv6 destinations for looking up a route; no data is sent to them
 _PUBLIC = ("192.0.2.1", "2001:db8::1")
 
 

@@ -19,8 +19,7 @@ from typing import Any
 from elastic.errors import Invalid
 from elastic.protocol.messages import Place
 
-# Added to MASTER_PORT, because the script's own init_process_group may use that port itself.
-PORT_OFFSET = 1009
+PORT_OFFSET = 1009  # added to MASTER_PORT, which the script's own init_process_group may use
 # Ports to choose from if only a job ID is known. They are below the system's ephemeral ports.
 FIRST_PORT, PORTS = (21_000, 8_000)
 ASKS_FOR_PORT = "ELASTIC_MASTER_PORT"

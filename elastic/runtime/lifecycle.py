@@ -47,8 +47,8 @@ def _has_group() -> bool:
 def _why_not_initialized(*, trains: bool) -> str:
     if environment.read().driver is not None:
         return context.NOT_LOADED if torchs_own() else context.NOT_INITIALIZED
-    # elasticrun would have initialized a script that uses torch.distributed without init(), but did not start this
-    # process.
+    # Scripts that use torch.distributed need not call init() under elasticrun. This one was started without it, so the
+    # error recommends elasticrun.
     if trains or _has_group():
         return context.NOT_STARTED.format(script=sys.argv[0] or "train.py")
     return context.NOT_INITIALIZED

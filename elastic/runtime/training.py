@@ -67,7 +67,7 @@ class Training:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Context of a second or later training in the job. Its time counts as training."""
+        """Context manager for a second or later training in the job, whose time counts as training."""
         account = self._session.account
         with self._session.lock:
             self._session.recovery.train_again()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 FIRST_BYTES = 1 << 20
-# sizes in bytes, measured with Gloo: see the docstring of benchmarks/step.py
+# size in bytes, measured with Gloo: see the docstring of benchmarks/step.py
 FULL_BYTES = 8 << 20
 # The sizes for GPUs were not measured. They are the default of DistributedDataParallel within a host, and twice that
 # over a network, where NCCL needs larger messages for full bandwidth.

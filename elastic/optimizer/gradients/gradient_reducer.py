@@ -119,9 +119,10 @@ class GradientReducer:
         self._own: tuple[
             int, ...
         ] = ()  # 1 for each parameter that requires a gradient on this rank, 0 for others
-        # the same for any rank, as agreed: 1 if the parameter is trained
+        # 1 for each parameter that requires a gradient on any rank, as the ranks have agreed
         self._told: tuple[int, ...] = ()
-        self._changing = False  # whether this rank trains other parameters than agreed
+        # whether the parameters that this rank trains differ from the agreed ones
+        self._changing = False
         # plan with which this step replaces the agreed plan, or None
         self._next: GradientPlan | None = None
         self._plan = GradientPlan(self._options, [])

@@ -29,7 +29,7 @@ from elastic.optimizer.gradients.plan_agreement import (
     StepPlan,
 )
 
-# reductions that sparse gradients support, given that they are gathered and not reduced
+# reductions that are supported for sparse gradients, which are gathered instead of reduced
 GATHERED = (Op.SUM,)
 CPU = torch.device("cpu")
 AT_ONCE = 2  # maximum number of zero buffers in flight; more would only use more memory

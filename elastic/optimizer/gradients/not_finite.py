@@ -17,7 +17,7 @@ import torch
 
 from elastic.state.snapshots.digest import digest
 
-# Number of elements above which a gradient on the CPU is only sampled: reading all of it takes up to a tenth of a step.
+# Size in bytes above which a gradient on the CPU is only sampled: reading all of it takes up to a tenth of a step.
 WHOLE_BYTES = 1 << 20
 # A sample consists of evenly spaced runs of adjacent elements. Each run costs one cache miss.
 RUNS, RUN = 1024, 8
