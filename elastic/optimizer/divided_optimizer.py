@@ -170,7 +170,7 @@ class DividedOptimizer(WrappedOptimizer):
         return part
 
     def _gather(self, parameters: list[torch.Tensor]) -> None:
-        """Gather the elements that other ranks have updated into the parameters. Collective.
+        """Gather, into the parameters, the elements that other ranks have updated. Collective.
 
         Raises:
             PeerLost: a rank was lost.

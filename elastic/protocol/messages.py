@@ -180,7 +180,7 @@ class Launches(Value):
 class HeldCommitShards(Value):
     """Complete shards of one in-memory commit that a worker can read, including copies of other workers' shards.
 
-    The sharded state itself numbers ``commit``: it counts its saves in each world from 0.
+    ``commit`` is numbered by the sharded state, which counts its saves in each world from 0.
     """
 
     commit: Commit

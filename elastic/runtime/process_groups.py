@@ -85,7 +85,7 @@ class Groups:
         self._unmade: list[
             DeviceCollectives
         ] = []  # groups that failed to connect; their memory may be in use by peers
-        # GPU groups of the previous world, whose memory must be freed before the next one
+        # GPU groups of the previous world; their memory must be freed before the next world forms
         self._buried: list[DeviceCollectives] = []
         self._unconnected: list[
             DeviceCollectives
@@ -382,8 +382,8 @@ class Groups:
     def make_room(self) -> None:
         """Free the GPU memory of old communicators, before this worker reports that it is ready for the next world.
 
-        A GPU has room for the communicators of two worlds. The memory of the previous world's must therefore be freed
-        before the next world creates its own.
+        A GPU has room for the communicators of only two worlds, so those of the world before the previous one must be
+        freed.
 
         Raises:
             DeviceLost: the memory was not freed in time.

@@ -98,7 +98,7 @@ class Session:
                     self.send(message)
 
     def wait_while(self, phase: Phase, what: str) -> None:
-        """Wait, while the state machine is in a phase, for the driver's next decision.
+        """Wait for the driver until the state machine leaves a phase.
 
         The wait ends at the latest at the driver's own deadlines, when its connection is lost, or after
         ``wait_timeout_s`` if the driver is frozen. A standby waits for as long as it has a connection.

@@ -274,7 +274,7 @@ class Owner(Protocol):
     """Interface of a reducer that owns an agreed plan."""
 
     def plan_replaced(self) -> None:
-        """Handle that other ranks have replaced this optimizer's plan while this rank had joined."""
+        """Handle that the other ranks have replaced this optimizer's plan after this rank called `join`."""
 
 
 class AgreedPlan:
