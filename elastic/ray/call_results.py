@@ -157,5 +157,5 @@ def failure_in(answer: bytes) -> CallFailure | None:
 
 
 def cause(failures: Iterable[CallFailure]) -> CallFailure:
-    """Of the failures of several ranks in one call, return the most likely cause of the others."""
+    """Return the failure that most likely caused the other failures of a call on several ranks."""
     return min(failures, key=lambda failure: (failure.secondary, failure.rank))

@@ -51,7 +51,7 @@ class Phase(enum.Enum):
 
 
 class Verdict(enum.Enum):
-    """What the training thread must do at a safepoint."""
+    """Action of the training thread at a safepoint."""
 
     PASS = "pass"
     HOLD = "hold"  # wait for the driver's answer

@@ -151,7 +151,7 @@ def test_snapshot_can_hold_all_values_of_events_and_actions():
 
 def test_new_field_of_a_known_kind_is_kept():
     talk = running(2)
-    talk.m.roster[worker("h:1")].mood = {("h", 1): inf}
+    talk.m.roster[worker("h:1")].mood = {("h", 1): inf}  # type: ignore[attr-defined]
     assert b'"mood"' in take_snapshot(talk.m)
     talk.m.worlds.actions.mood = (-inf, frozenset({2, 1}))  # type: ignore[attr-defined]
     data = take_snapshot(talk.m)
