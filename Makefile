@@ -62,7 +62,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	@sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
-	$(PIP_INSTALL) scikit-build-core
+	$(PIP_INSTALL) scikit-build-core setuptools  # for pyspark, because environments of Python 3.12 lack setuptools
 	$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
