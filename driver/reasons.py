@@ -456,7 +456,7 @@ def _too_few_slots(facts: Mapping[str, Any]) -> str:
 
     Args:
         facts: contain ``usable``, the number of slots that run a worker or can run one, and ``given_up``, a text that
-            lists the slots that were given up.
+            lists the first slots that were given up.
     """
     more = f" and {facts['more']} more" if facts["more"] else ""
     begin = "{needed:+worker} needed, but {slots}: gave up {given_up}{more} after {attempts:+attempt} without progress"

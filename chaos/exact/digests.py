@@ -39,7 +39,7 @@ class OddGradient:
 
 @dataclass(frozen=True)
 class DigestDifference:
-    """First difference between two runs: the digests of some ``tensors`` of ``worker`` after ``step``."""
+    """First difference between two runs: the digests of ``tensors`` of ``worker`` differ after ``step``."""
 
     since: int  # first step after the last equal commit
     step: int

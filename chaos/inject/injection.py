@@ -1,4 +1,4 @@
-"""Injection of a plan's faults into a job's processes from outside, and the end of lasting faults.
+"""Injection of a plan's faults into a job's processes from outside, and removal of lasting faults.
 
 Faults affect only workers of this job. Their process IDs are read from the job's journal. Before a fault, the injector
 opens a pidfd of the process and checks that its environment contains the job's mark and the worker's name, so that a

@@ -69,7 +69,7 @@ class Fault:
         return self.kind not in ("slow", "cut", SPOILS_FILE)
 
     def least_members(self) -> int:
-        """Return the number of unaffected members that a random fault requires, including its victim.
+        """Return the minimum number of members without another fault, including the victim, for a random fault.
 
         For a bit flip, three replicas are needed: with two, it would be unknown which replica is correct.
         """

@@ -12,8 +12,8 @@ from elastic.driver.launch.environment import without_secrets
 from elastic.driver.preemption.watch import Watch
 from elastic.driver.sinks import Log
 
-# The agent exits this many seconds before the expected SIGKILL. If that is less than half of the grace period after
-# SIGTERM, it exits after half of the grace period.
+# The agent exits this many seconds before the expected SIGKILL, or after half of the grace period between SIGTERM and
+# SIGKILL if that is later.
 LAST_S = 5.0
 
 

@@ -62,7 +62,7 @@ class Registered(AgentMessage):
     job: str = ""  # ID of the job of the agent's workers; empty if the agent serves no job
     release: str = ""  # release of this package on the agent's host
     notice: Notice | None = None  # current preemption notice, or None
-    # whether the agent exits when the job ends, instead of waiting for the next job
+    # whether the agent exits when it is detached, instead of waiting for the next job
     ends: bool = False
 
 

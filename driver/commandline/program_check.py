@@ -24,7 +24,7 @@ def check_command(command: Sequence[str], *, path: str | None) -> None:
 
     Args:
         command: program and arguments.
-        path: value of the environment variable PATH, in which to search the program.
+        path: value of the environment variable PATH, in which to search for the program.
     """
     if not command:
         raise Invalid(f"no program was given: pass the program after the flags, as in {_EXAMPLE}")

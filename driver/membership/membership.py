@@ -9,8 +9,8 @@
     TRAINING --a member returned--> ENDING --all returned--> DONE         any phase --> DONE (failed)
 
 Every world has a generation number, and every event about a world carries it. Each handler drops events of older
-generations. The world shrinks only after a lost worker is dead: either its agent reports the exit, or the driver has
-the worker killed.
+generations. The world shrinks only after a lost worker is dead: either its agent has reported the exit, or the driver
+has fenced the unreachable worker.
 
 This module routes each event to the part that handles it, and runs the checks that follow each event. `worlds` has the
 transitions between phases, `worker_reports` the workers' reports, `failures` failed worlds and dead workers,
@@ -157,8 +157,8 @@ class Membership:
         Args:
             event: the event.
             now: time of the event, in seconds.
-            more: whether another event is already queued. Decisions that depend on all workers are then made with the
-                last of the queued events, because they cost as much as the event itself.
+            more: whether another event is already queued. Decisions that depend on all workers are then
+                postponed until the last of the queued events, because they cost as much as the event itself.
 
         Raises:
             IllegalEvent: the event is impossible in the current state.

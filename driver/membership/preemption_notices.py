@@ -155,7 +155,7 @@ class Notices(Part):
         if alone:
             self._end_at = departure.before(LAST_S, now)
         if alone or not self.settings.elastic:
-            return  # All members are on reclaimed machines, so they keep training until the end.
+            return  # No smaller world can continue the job, so all workers keep training until the end.
         self.staff.slots.close(host, (now + UNKNOWN_S if by is None else by) + GONE_S)
         hurry_at = departure.before(HURRY_S, now)
         if hurry_at is not None:

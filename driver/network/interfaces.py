@@ -84,9 +84,9 @@ async def listen_address(
     """Return the address on which the driver of a job should listen.
 
     By default, this is the local address on the route to the first of ``towards`` that is another machine. If no name
-    can be resolved, because the names are aliases known only to ssh, it is the local address on the route to other
-    networks. If ``towards`` is empty, it is a loopback address or, if ``grows`` is True and a route to other networks
-    exists, the local address on that route.
+    can be resolved, for example because all of them are aliases known only to ssh, it is the local address on the route
+    to other networks. If ``towards`` is empty, it is a loopback address or, if ``grows`` is True and a route to other
+    networks exists, the local address on that route.
 
     Args:
         wanted: value of --network-interface.
@@ -151,7 +151,7 @@ async def _towards(
 
 
 def _prefix_length(address: str, netmask: str | None) -> int:
-    if not netmask:  # For example, the addresses of point-to-point links have no netmask.
+    if not netmask:  # Some addresses, such as those of point-to-point links, have no netmask.
         return ipaddress.ip_address(address).max_prefixlen
     return int(ipaddress.ip_address(netmask)).bit_count()
 

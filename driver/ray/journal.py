@@ -13,8 +13,8 @@ The store has no transactions, so it cannot reject writes of a deposed driver. R
 - A driver takes a turn by creating a key that does not exist yet. Turns are numbered, each belongs to one driver, and
   no two drivers write the same key. A driver reads the store after taking its turn.
 - After writing a record, a driver checks that the turn is still its own and that the next turn is not taken. If so, any
-later driver will read the record, and the decisions in it may be carried out. If not, LeadershipLost is raised. - Valid
-records are found by reading backwards, from the last turn with a record to the start of a chapter. Records that
+  later driver will read the record, and the decisions in it may be carried out. If not, LeadershipLost is raised.
+- Valid records are found by reading backwards, from the last turn with a record to the start of a chapter. Records that
   were written too late are ignored, and records before that start are not needed, so any driver may remove both.
 
 The store is as durable as the head process of the cluster: without Redis, it is lost with that process.

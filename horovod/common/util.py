@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether Horovod is available for a framework."""
+    """Return whether Horovod is available for a framework: True only for ``torch``."""
     return ext_base_name == "torch"
 
 

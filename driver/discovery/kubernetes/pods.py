@@ -128,7 +128,7 @@ class Pods:
         ]
 
     def next_look(self, now: float) -> float | None:
-        """Return the seconds until the next pod becomes overdue, or None if no pod is being deleted."""
+        """Return the seconds until the next pod becomes overdue, or None if no pod will become overdue."""
         ends = [pod.ends_at + OVERDUE_S for pod in self._pods.values() if pod.ends_at is not None]
         later = [at - now for at in ends if at > now]
         return min(later) if later else None

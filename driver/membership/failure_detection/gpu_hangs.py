@@ -11,7 +11,7 @@ and how many have completed. The first collective that has not completed on all 
     all have reached it                   NETWORK: the network, or NCCL
 
 UNCLEAR and NETWORK blame no rank: a new world is formed, with new communicators. If the next world hangs as well, and
-only a minority of the ranks has not completed a collective, this minority is blamed.
+only a minority of the ranks has not completed the collective, this minority is blamed.
 
 Slow ranks are not mistaken for hangs: a rank that is slow on the CPU has not launched the collective, and a rank with a
 slow GPU lags by less than one step.

@@ -483,7 +483,7 @@ class Stuck(Part):
             wrong = because(kind, for_s=limit_s, where=text)
             self.actions.log("error", str(wrong))
             if len(called) == 1:
-                # Ranks with different numbers of completed collectives may still be in the same call.
+                # Different numbers of entered collectives alone do not prove that the calls differ.
                 return
             if not self.settings.elastic:
                 self.worlds.end(1, wrong)

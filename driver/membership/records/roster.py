@@ -36,7 +36,7 @@ class WorkerStage(enum.Enum):
     __hash__ = object.__hash__
 
 
-# Stages in which other workers train with the worker, or wait for it.
+# Stages in which other workers train with the worker, or are about to.
 AT_STAKE = (WorkerStage.READY, WorkerStage.MEMBER, WorkerStage.RETURNED)
 
 

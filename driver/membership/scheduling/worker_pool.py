@@ -38,8 +38,8 @@ class WorkerPool:
         self.asked: int | None = None  # size requested by an operator, which replaces workers_max
         # Time at which the first worker was ready, and the timeout for starting workers began.
         self._first_ready_at: float | None = None
-        # State at the last check for free slots, and the earliest time at which a slot can become free without a change
-        # of it.
+        # State at the last check for free slots, and the earliest time at which a slot can become free while this state
+        # is unchanged.
         self._looked_at: tuple[int, ...] | None = None
         self._look_again_at = 0.0
         self._cooling: tuple[tuple[int, int, bool] | None, float] = (None, 0.0)

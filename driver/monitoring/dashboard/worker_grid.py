@@ -189,7 +189,7 @@ class WorkerGrid:
         self._exited(event.worker, why, now, succeeded=event.code == 0)
 
     def lost(self, now: float, why: str) -> None:
-        """Update the rows of workers that were lost with their host, without an observed exit."""
+        """Update the rows of workers whose loss was detected without an observed exit."""
         for worker in self._view.exited:
             self._exited(worker, why, now)
 
