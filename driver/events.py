@@ -753,7 +753,7 @@ class ShardsDivided(Value):
     """Division of a sharded state among the workers of a world, and the sources of its rows.
 
     Args:
-        shards: number of shards, which is smaller than the number of workers with replicas (HSDP).
+        shards: number of shards. With replicas (HSDP), it is smaller than the number of workers.
         copy_hosts: number of additional hosts that hold a copy of each shard.
         restored: the commit that the world restored, as numbered by the sharded state. None means a checkpoint.
         rows: bytes of all workers' rows, by source.

@@ -455,8 +455,8 @@ def _too_few_slots(facts: Mapping[str, Any]) -> str:
     """Describe a shortage of slots.
 
     Args:
-        facts: contain ``usable``, the number of slots that run a worker or can run one, and ``given_up``, a text that
-            lists the first slots that were given up.
+        facts: contain ``usable``, the number of slots that run a worker or can run one, and ``given_up``, the names of
+            the first slots that were given up.
     """
     more = f" and {facts['more']} more" if facts["more"] else ""
     begin = "{needed:+worker} needed, but {slots}: gave up {given_up}{more} after {attempts:+attempt} without progress"

@@ -13,7 +13,7 @@ from elastic.protocol.messages import Worker
 # "diagnostics": messages of a worker in addition to its output (see `elastic.protocol.uncaught`). "usage": one Usage as
 # JSON per chunk, measured by the worker's host.
 Stream = Literal["stdout", "stderr", "diagnostics", "usage"]
-# function that logs; called with a level ("debug", "info", "warning" or "error") and a text
+# function that writes a log line, given its level ("debug", "info", "warning" or "error") and its text
 Log = Callable[[str, str], None]
 
 

@@ -55,7 +55,7 @@ class AgentManager:
         server: server to which agents connect.
         attach: first message to send to each agent.
         sink: receives the workers' output.
-        log: called with a level and a text.
+        log: called with the level and the text of each log line.
         starter: starts agents. None if agents are started externally.
         reach: function that returns, for a host, the configuration with which the host's agent finds this driver.
         folder: working folder of the workers.

@@ -61,7 +61,7 @@ async def serve(bootstrap: Bootstrap, *, slots: int, bound: bool, log: Log) -> i
         bootstrap: configuration of the agent.
         slots: number of slots of this host.
         bound: whether a driver started the agent.
-        log: called with a level and a text.
+        log: called with the level and the text of each log line.
 
     Raises:
         Invalid: etcd cannot be used.

@@ -75,7 +75,7 @@ class BandwidthMeter:
         secret: the job's secret.
         tls: TLS contexts for connecting and for listening; None without TLS.
         send: sends a message to the driver.
-        log: called with a level and a text.
+        log: called with the level and the text of each log line.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ async def serve_by_etcd(
         access: endpoints and credentials of etcd.
         slots: number of slots of this host.
         bound: whether a driver started the agent and therefore knows its host.
-        log: called with a level and a text.
+        log: called with the level and the text of each log line.
 
     Raises:
         Invalid: etcd cannot be used, or another agent serves this host.

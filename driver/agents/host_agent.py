@@ -90,7 +90,7 @@ class HostAgent:
         find: coroutine function that returns addresses at which the driver may listen.
         slots: number of slots of this host.
         bound: whether a driver started the agent, which then serves only this job.
-        log: called with a level and a text.
+        log: called with the level and the text of each log line.
     """
 
     def __init__(

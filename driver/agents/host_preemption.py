@@ -25,7 +25,7 @@ class HostPreemption:
         grace_s: seconds from SIGTERM to SIGKILL.
         changed: called when the notice changes.
         end: ends the agent after SIGTERM. Called with a reason.
-        log: called with a level and a text.
+        log: called with the level and the text of each log line.
     """
 
     def __init__(

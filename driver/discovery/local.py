@@ -1,4 +1,4 @@
-"""Filter that limits another discovery to this machine, for jobs without access to other machines."""
+"""Filter that limits another discovery to this machine, for jobs that run only on this machine."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class EtcdClient:
 
     Args:
         access: endpoints and credentials.
-        log: called with a level and a text.
+        log: called with the level and the text of each log line.
         root: prefix of all keys to use. The user must have permission to read it.
         grace_s: seconds without a response after which etcd is reported as unavailable.
     """

@@ -4,8 +4,8 @@ The agent reacts to the state of the host's key:
 
 - The key is missing: write it again, under a new lease if necessary.
 - A newer agent of this host has written it: the newer agent has taken over, so this agent exits.
-- An earlier agent has written it: overwrite it. Only at its start, this agent first waits for the earlier agent's lease
-  to expire, and exits if the earlier agent is still running.
+- An earlier agent has written it: overwrite it. At the start of this agent, however, wait until the lease of the
+  earlier agent has expired, and exit if the earlier agent is still running.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Registration:
         host: name of the host.
         slots: number of slots of the host.
         incarnation: incarnation of the host's agent, which increases with every start.
-        log: called with a level and a text.
+        log: called with the level and the text of each log line.
         ttl_s: time to live of the lease, in seconds.
     """
 

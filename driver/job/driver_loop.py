@@ -151,7 +151,7 @@ class Driver:
         launcher: starts and kills processes.
         discovery: source of the host list.
         journal: record of all events and decisions.
-        log: called with a level and a text.
+        log: called with the level and the text of each log line.
         noted: called with each event, its actions and its time.
         tracing: collector of timelines.
         past: state of the previous driver, if membership was restored from its journal.

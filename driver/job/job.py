@@ -124,7 +124,7 @@ def script_discovery(
     Args:
         job: the job.
         known: result of an earlier query.
-        log: called with a level and a text.
+        log: called with the level and the text of each log line.
         only: if not None, restricts the discovery to hosts that are this machine.
     """
     if job.allocation is not None:

@@ -36,7 +36,7 @@ async def campaign(
     """Become the leader of a job. Waits if this driver is a standby.
 
     Returns:
-        The acquired leadership, None if the job does not use etcd, or a text with the reason if a signal ended the
+        The acquired leadership, None if the job does not use etcd, or the reason as a string if a signal ended the
         wait.
 
     Raises:

@@ -65,7 +65,7 @@ class Header(msgspec.Struct, frozen=True):
     folder: str = ""
     outlives: bool = False  # whether agents and workers continue without a driver
     writer: Writer = Writer()
-    # start checkpoint; None without one, or if an earlier version wrote the journal
+    # start checkpoint; None if the job has none, or if an earlier version wrote the journal
     begins: StartCheckpoint | None = None
 
     def checked(self) -> Settings:

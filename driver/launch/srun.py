@@ -21,7 +21,7 @@ def srun_starter(job: str, *, environ: Mapping[str, str], python: str, log: Log)
         job: ID of the Slurm job.
         environ: environment of srun and of the agents.
         python: path of the Python on the nodes.
-        log: function that logs; called with a level and a text.
+        log: called with the level and the text of each log line.
     """
     return ChildStarter(
         environ=environ, log=log, python=python, through=partial(srun, job), ready_s=READY_S

@@ -50,7 +50,7 @@ class Stage(enum.Enum):
     STARTING = "starting"  # the driver ordered the start; the worker has not called init() yet
     # The worker called init(). In an elastic job, members of a world outside elastic.run stay in this stage.
     CONNECTED = "connected"
-    READY = "ready"  # the worker waits for a world, possibly as a member of the previous one
+    READY = "ready"  # the worker waits for a world; it may be a member of the previous world
     STANDBY = "standby"
     # The worker trains in the newest world, or was a member of an earlier world and is about to exit.
     IN_WORLD = "training"

@@ -417,7 +417,7 @@ def refuse_other_names(server: Any, own: str) -> None:
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         host = environ.get("HTTP_HOST")
-        # Browsers always send Host, so a request without it is no DNS rebinding.
+        # Browsers always send Host, so a request without it cannot result from DNS rebinding.
         if host is None or is_ours(host, names):
             return app(environ, start_response)  # type: ignore[no-any-return]
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])

@@ -96,7 +96,7 @@ class ControlServer(Generic[Who]):
 
     Args:
         secret: the job's secret. Messages of callers that cannot prove knowledge of it are ignored.
-        log: function that logs; called with a level and a text.
+        log: called with the level and the text of each log line.
         callers: description of the callers.
         lease_s: liveness timeout, in seconds.
         tls: TLS context. Without it, messages are authenticated but not encrypted.

@@ -94,7 +94,7 @@ def parse_hosts(text: str, *, default_slots: int = 1) -> dict[str, int]:
 def parse_lines(
     text: str, *, source: str, default_slots: int = 1, slots_min: int = 1
 ) -> dict[str, int]:
-    """Parse a text with one host per line to the slots of each host, in order.
+    """Parse text with one host per line, and return the number of slots of each host, in order.
 
     If ``slots_min`` is 0, a host may have no slots and is then omitted.
 

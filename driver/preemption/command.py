@@ -2,7 +2,7 @@
 
 The command is run periodically by ``sh -c``. Its environment contains the name of the host in ELASTIC_HOST. If its exit
 code is 0, the machine will be reclaimed, and the output consists of the number of seconds until then, if known, and a
-text. Exit code 1 means that there is no notice. Other exit codes are errors.
+description. Exit code 1 means that there is no notice. Other exit codes are errors.
 """
 
 from __future__ import annotations

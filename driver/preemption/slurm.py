@@ -57,7 +57,7 @@ class Slurm:
         return self._signalled
 
     def signalled(self) -> None:
-        """Record that SIGUSR1 arrived. Thread-safe, because it only makes one assignment."""
+        """Record that SIGUSR1 arrived. Thread-safe, because it makes only one assignment, which is atomic."""
         at = time.time() + SIGNALLED_S if self._end_at is None else self._end_at
         self._signalled = PreemptionNotice(
             f"Slurm announced the end of job {self._job} with a signal", at

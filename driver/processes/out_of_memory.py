@@ -74,7 +74,7 @@ class OutOfMemory:
         self._kills = self._read_kills()
 
     def look(self) -> str:
-        """Return a text if out-of-memory kills have occurred since the last call, otherwise an empty string."""
+        """Return a description of out-of-memory kills since the last call, or an empty string if there were none."""
         before, self._kills = self._kills, self._read_kills()
         if self._kills <= before:
             return ""

@@ -130,7 +130,7 @@ class PreparedProcesses:
         spawn: function that starts a process in the same way as a worker.
         gone: called with the process ID when a process exits without having become a worker.
         available: function that returns the available memory of the host or container, in bytes.
-        log: function that logs; called with a level and a text.
+        log: called with the level and the text of each log line.
     """
 
     def __init__(

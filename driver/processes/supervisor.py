@@ -76,7 +76,7 @@ class ProcessSupervisor:
         exited: called once for each started worker.
         noticed: called with other events: WorkerFrozen, WorkerThawed, WorkerProbed and WorkerHealthChecked.
         sink: receives the workers' output.
-        log: function that logs; called with a level and a text.
+        log: called with the level and the text of each log line.
         lease_s: liveness timeout, in seconds.
     """
 
@@ -313,8 +313,9 @@ class ProcessSupervisor:
         return process.pid if process else None
 
     async def close(self) -> None:
-        """Kill all workers, wait at most DEATH_S seconds for their exits, read their pipes, and stop the orphan
-        reaper.
+        """Kill all workers, wait for their exits, read their pipes, and stop the orphan reaper.
+
+        The wait takes at most DEATH_S seconds.
         """
         if self._next_look is not None:
             self._next_look.cancel()
@@ -558,7 +559,7 @@ class _Process:
     def status(self) -> tuple[int, str]:
         """Return the exit code or the negative signal number, without reaping the process.
 
-        The second value is a text if the code is unknown, otherwise empty.
+        The second value explains why the code is unknown, and is empty otherwise.
         """
         try:
             status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)

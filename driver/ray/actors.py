@@ -18,12 +18,13 @@ class Taken(Exception):
 
 
 class Actors(Protocol):
-    """Interface for operations on actors. Actor handles are opaque. Exceptions raised by Ray propagate to the
-    caller.
+    """Interface for operations on actors.
+
+    Actor handles are opaque. Exceptions raised by Ray propagate to the caller.
     """
 
     def make(self, name: str, node: str, *, detached: bool) -> Any:
-        """Start to create an AgentActor pinned to this node. Returns before the actor runs.
+        """Request an AgentActor pinned to this node. Returns before the actor runs.
 
         Raises:
             Taken: a live actor already has this name.

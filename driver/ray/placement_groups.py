@@ -335,7 +335,7 @@ def shortage(
     given: bool,
     labels: Mapping[str, str],
 ) -> str:
-    """Return a text with the reason why Ray cannot provide enough slots, and the remedy.
+    """Return an explanation of why Ray cannot provide enough slots, with the remedy.
 
     Args:
         at_least: number of slots that the job needs.

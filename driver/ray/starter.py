@@ -55,7 +55,7 @@ class RayStarter:
     Args:
         node_of: called with a host. Returns its node, or raises KeyError.
         call: pickled function of the workers.
-        log: function that logs; called with a level and a text.
+        log: called with the level and the text of each log line.
         job: name of the job.
         detached: whether all agents outlive this driver, instead of only those whose bootstrap requests it.
         actors: operations on actors.

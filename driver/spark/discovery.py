@@ -30,7 +30,7 @@ class SparkDiscovery:
         expired: called with the reason if too few slots were connected in time.
         leaving: function that returns which of the given executors are being decommissioned. Called in a thread, so it
             may block.
-        log: function that logs; called with a level and a text.
+        log: called with the level and the text of each log line.
     """
 
     def __init__(

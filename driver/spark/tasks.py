@@ -30,7 +30,7 @@ class SparkTasks:
         group: name of the Spark job group, unique in the application.
         number: number of tasks.
         barrier: whether to run the tasks in one barrier stage.
-        log: function that logs; called in any thread with a level and a text.
+        log: called in any thread with the level and the text of each log line.
         failed: called in any thread, with the reason, if the tasks cannot run agents.
     """
 

@@ -115,7 +115,7 @@ class GiveUpRules:
     def shards_lost(self, world: World, text: str) -> Reason:
         """Return the reason to end the job because some shards of the state are lost on all workers.
 
-        If a member was rejected when this world was formed, the reason is the difference in its state.
+        If a member was rejected when the last world was formed, the reason is the difference in its state.
 
         Args:
             world: the last world.

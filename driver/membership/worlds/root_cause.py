@@ -104,7 +104,8 @@ class Mismatches:
         return again
 
 
-# Stands for the state at the beginning, which is shared by all worlds that start from the same checkpoint or from none.
+# represents the state before the first commit, which is the same for all worlds that start from the same checkpoint or
+# from none
 _BEGINNING = Commit(0, 0)
 # Numbers in messages are replaced before a comparison, because values such as addresses and indices differ by rank.
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")

@@ -238,8 +238,7 @@ def send_to_data_service(
         size: world size of the training job. Required only by ``round_robin``.
         processing_mode: "distributed_epoch", in which the workers divide each epoch among them, or "parallel_epochs".
         reuse_dataset: whether all ranks share one pass over the data, so that each element is sent to only one of them.
-            Requires a single dispatcher, and every rank must make this call. Otherwise, each rank receives all
-            elements.
+            Requires a single dispatcher, and every rank must make this call. If False, each rank receives all elements.
         round_robin: with ``reuse_dataset``, whether the ranks receive elements in turn. The dataset must be infinite.
 
     Raises:
