@@ -11,7 +11,7 @@ from elastic.chaos.invariants.observed_job import LiveWorker, ObservedJob
 from elastic.driver import events
 from elastic.protocol.messages import Commit, Worker
 
-# assumed seconds until the end of a machine whose preemption notice states no time
+# assumed number of seconds until the end of a machine whose preemption notice states no time
 UNKNOWN_S = 600.0
 
 

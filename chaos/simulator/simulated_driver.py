@@ -39,7 +39,7 @@ from elastic.protocol.messages import Message, Worker
 BEAT_S = 0.9  # seconds between heartbeats of an agent
 ARM_S = 0.001
 LAST_S = 2.0  # seconds from the last worker's exit to the exit of the driver
-AGENT_STARTS_S = (0.05, 0.5)  # minimum and maximum seconds for starting an agent
+AGENT_STARTS_S = (0.05, 0.5)  # minimum and maximum number of seconds for starting an agent
 
 
 class SimulatedDriver:

@@ -18,7 +18,7 @@ from elastic.chaos.simulator.virtual_clock import Clock
 from elastic.protocol.messages import Worker
 
 INWARD, OUTWARD = 0, 1  # directions of messages: to the driver, and from the driver
-GHOST_S = 6.0  # maximum seconds by which a message of a lost connection is delayed
+GHOST_S = 6.0  # maximum number of seconds by which a message of a lost connection is delayed
 
 Deliver = Callable[..., None]
 

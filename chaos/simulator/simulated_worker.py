@@ -40,7 +40,7 @@ Thread = Generator[tuple[str, float | Callable[[], bool]], None, None]
 
 # exit codes of simulated user code that calls sys.exit, by the value of `will_raise`
 QUITS = {"a": 0, "b": 3}
-QUITTING_S = 8.0  # maximum seconds that the interpreter takes to exit
+QUITTING_S = 8.0  # maximum number of seconds that the interpreter takes to exit
 
 
 class UserError(Exception):

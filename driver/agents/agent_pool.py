@@ -72,15 +72,15 @@ ARRIVE_S = 30.0  # seconds after its start within which an agent must connect
 CALL_S = 3.0  # seconds within which a running agent must connect; it retries every second
 RETURN_S = 0.5  # seconds within which a disconnected agent must reconnect; it tries immediately
 BEATS = 4  # number of heartbeats per liveness timeout
-REPEATED_S = 0.2  # minimum seconds after which the kernel retransmits unacknowledged data
-# maximum seconds without a message from an agent; detects stopped agents, for which the kernel still acknowledges data
+REPEATED_S = 0.2  # minimum number of seconds after which the kernel retransmits unacknowledged data
+# maximum time without a message from an agent, in seconds; detects stopped agents, whose kernel acknowledges data
 STOPPED_S = 10.0
 TOGETHER_S = 0.2  # seconds within which hosts lost for the same reason are all detected
 NO_AGENT = 126  # exit code to report for a worker that could not be started
 
 
 def silence_s(lease_s: float) -> float:
-    """Return the maximum seconds for which an agent's host may leave data unacknowledged.
+    """Return the maximum number of seconds for which an agent's host may leave data unacknowledged.
 
     Together with the interval until the next heartbeat, this is one liveness timeout. Linux measures the time from the
     first retransmission.

@@ -73,9 +73,9 @@ LOOPBACK = "127.0.0.1"
 TERMINATED = 143
 # seconds within which killed workers must exit; the agent then reports those still running
 CLEARED_S = 12.0
-MISSING_SAID_S = 600.0  # minimum seconds between log lines about a missing driver
-HERE_S = 2.0  # minimum seconds between answers to heartbeats
-# minimum seconds between log lines about a missing driver if the reason has changed
+MISSING_SAID_S = 600.0  # minimum number of seconds between log lines about a missing driver
+HERE_S = 2.0  # minimum number of seconds between answers to heartbeats
+# minimum number of seconds between log lines about a missing driver if the reason has changed
 ANOTHER_REASON_S = 3.0
 FIND_S = 120.0  # seconds within which an agent that a driver has started must find this driver
 

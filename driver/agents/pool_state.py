@@ -11,7 +11,7 @@ from elastic.driver.agents.pool_events import PoolAction, SendToAgents
 from elastic.driver.events import Report
 from elastic.protocol.messages import Worker
 
-# initial and maximum seconds between attempts to start an agent on a lost host
+# initial and maximum delay between attempts to start an agent on a lost host, in seconds
 AGAIN_S = (2.0, 60.0)
 
 

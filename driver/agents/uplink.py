@@ -25,7 +25,7 @@ from elastic.protocol.handshake import ClientHandshake
 from elastic.protocol.messages import RELAY_LIMIT, ProtocolError, SendResult, encoded
 
 CONNECT_S = 5.0  # seconds within which a connection to one address must be open and authenticated
-RETRY_S = (0.05, 1.0)  # initial and maximum seconds between attempts
+RETRY_S = (0.05, 1.0)  # initial and maximum delay between attempts, in seconds
 REJECTED = "the driver rejected this agent: see its log (another secret, another release, or TLS on one side only)"
 
 

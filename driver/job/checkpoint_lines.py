@@ -16,8 +16,8 @@ from elastic.driver.reasons import counted, start_checkpoint
 from elastic.driver.settings import StartCheckpoint
 from elastic.protocol.messages import at_step
 
-QUIET_S = 30.0  # minimum seconds between lines about problems of one kind
-MADE_S = 600.0  # minimum seconds between lines about successful checkpoints
+QUIET_S = 30.0  # minimum number of seconds between lines about problems of one kind
+MADE_S = 600.0  # minimum number of seconds between lines about successful checkpoints
 NAMED = 4  # maximum number of workers to name per group
 
 

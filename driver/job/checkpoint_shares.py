@@ -48,7 +48,7 @@ class CheckpointCompleted:
 
     commit: Commit
     place: str
-    size: int  # bytes of the whole checkpoint
+    size: int  # size of the whole checkpoint, in bytes
     took_s: float
     step: int | None = None  # step counter of the state at the commit
 

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-PATH_LIMIT = 107  # maximum bytes of a Unix socket's address
+PATH_LIMIT = 107  # maximum length of the address of a Unix socket, in bytes
 PREFIX = "hvd-elastic-"
 LOCK = "held-by-actor"
 

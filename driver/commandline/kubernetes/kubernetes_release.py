@@ -43,7 +43,7 @@ from elastic.errors import Invalid
 CHART = Path(__file__).parents[3] / "charts" / "hvd-elastic"
 HELM_S = 120.0
 LOOK_S = 1.0
-# maximum seconds without a response from the API server while following a job
+# maximum number of seconds without a response from the API server while following a job
 AWAY_S = 300.0
 # Messages of helm about a name in use, from its first check and from concurrent installations.
 TAKEN = ("name that is still in use", "release: already exists")

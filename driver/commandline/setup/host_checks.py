@@ -10,7 +10,7 @@ from elastic.conflicting_packages import remedy
 from elastic.driver.commandline.setup.check_build import Build
 from elastic.driver.reasons import counted
 
-SHM_LEAST = 1 << 30  # minimum bytes of /dev/shm; the default in a container is only 64 MiB
+SHM_LEAST = 1 << 30  # minimum size of /dev/shm, in bytes; the default in a container is only 64 MiB
 CLOCKS_S = 1.0  # maximum difference between clocks, in seconds
 NAMED = 3
 

@@ -21,7 +21,7 @@ from elastic.protocol.messages import Worker
 
 # seconds that the first world waits for a worker's health check after the worker has called init()
 HELD_S = 5.0
-# extra seconds for the result of a health check to arrive, beyond the time limit of the check
+# seconds beyond the time limit of a health check for its result to arrive
 CHECK_SLACK_S = 10.0
 
 
