@@ -1,8 +1,8 @@
 """Discovery of the nodes in a Slurm allocation, as the Slurm controller lists them for the job in ``SLURM_JOB_ID``.
 
 The list changes when the allocation is resized (``scontrol update JobId=... NumNodes=...``) and when a node is drained
-or goes down. Nodes that do not respond to the controller stay in the list, because their workers may still be training
-and their agents detect a lost node sooner.
+or goes down. Nodes that do not respond to the controller stay in the list: their workers may still be training, and the
+driver detects a lost node sooner, through the connection to its agent.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def warn_of_ssh(settings: Any) -> None:
 
 
 def verbosity(verbose: bool | int | None) -> int:
-    """Convert ``verbose``, an argument of ``create_settings`` that appears only in Horovod's documentation."""
+    """Convert ``verbose``, a deprecated argument of ``create_settings`` found only in Horovod's documentation."""
     if verbose is None:
         return 1
     warnings.warn(

@@ -153,7 +153,7 @@ def _other_hosts(listed: str | None) -> bool:
 
 
 def _unless_silent(work: Callable[[], Value]) -> Value | None:
-    """Return the result of ``work``, or None if the storage fails. The start of the job will report the failure."""
+    """Return the result of ``work``, or None if the storage fails or does not respond, which the start reports."""
     future = begun(work, "checkpoints")
     if not futures.wait([future], ANSWER_S).done:
         return None
