@@ -28,7 +28,7 @@ SPOILS_FILE = "flip-file"
 # minimum and maximum duration of random faults, in seconds
 LASTING = {"freeze": (0.5, 8.0), "slow": (2.0, 10.0), "partition": (3.0, 10.0)}
 FACTOR = 3.0
-# minimum of the mean time between random faults, since the journal is checked only fifty times a second
+# minimum mean time between random faults, in seconds, since the journal is checked only fifty times a second
 MEAN_LEAST_S = 0.05
 SECONDS_MAX = 1e6
 DRAWN_PER_LOOK = 20  # maximum number of random faults that one check of the journal returns
@@ -151,7 +151,7 @@ def draw(chance: Chance) -> Iterator[Fault]:
 
 
 class Schedule:
-    """Planned and random faults in order of time. `due` returns each fault once.
+    """Schedule of the planned and random faults. `due` returns each fault once.
 
     One call returns at most DRAWN_PER_LOOK random faults. The next call returns the rest.
     """

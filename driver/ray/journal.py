@@ -238,7 +238,7 @@ class WriterTerm:
     async def put(self, place: Place, data: bytes) -> None:
         """Write a piece of a record. The call may be repeated.
 
-        If the piece is invalid because another driver has taken the turn, a later `check` raises LeadershipLost.
+        If the piece is invalid because another driver has taken over, a later `check` raises LeadershipLost.
 
         Raises:
             LeadershipLost: another driver is known to have taken the turn.

@@ -30,7 +30,7 @@ DESCRIPTION = """\
 List the checkpoints of a folder, oldest first, and show which of them are complete.
 
 elasticrun checkpoints export writes one of them as a single file for torch.load."""
-# maximum attempts to export a checkpoint, because a running job may remove it during the export
+# maximum number of attempts to export a checkpoint, which a running job may remove during the export
 ATTEMPTS = 5
 EXPORT = "export"  # first word of the command line `elasticrun checkpoints export`
 EXPORT_DESCRIPTION = """\
