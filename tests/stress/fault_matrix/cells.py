@@ -183,5 +183,5 @@ def _impossible_for_driver(fault: str) -> str:
     if fault == MEMORY:
         return "the driver holds no tensors, and the kernel's out-of-memory killer sends SIGKILL"
     if fault in (SHUT, DROP):
-        return "the connections of the driver are local to its machine, so only the worker's end can fail"
+        return "the connections of the driver are local to its machine, so no network fault can interrupt them"
     return ""
