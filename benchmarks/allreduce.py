@@ -158,7 +158,9 @@ def main() -> None:
     console = results_output.console()
     console.print(table(answers, options.rounds))
     if not all(answer.shared for answer in answers):
-        console.print(f"no memory to share: {arena.why_not()}; the first two ways are the same")
+        console.print(
+            f"shared memory is not available: {arena.why_not()}; the first two methods are therefore the same"
+        )
     results_output.conclude(console, options.json, {"answers": answers}, marks_of(answers))
 
 

@@ -96,7 +96,7 @@ def main() -> None:
     console = results_output.console()
     console.print(table)
     lasted = statistics.median(end - begin for begin, end in busy)
-    console.print(f"a measurement takes {1e3 * lasted:.0f} ms (median)")
+    console.print(f"median duration of a measurement: {1e3 * lasted:.0f} ms")
     delay = statistics.median(during) - statistics.median(quiet)
     mark = Mark("delay of a step by a measurement, ms (median)", DELAY_MS, delay)
     console.print(mark.sentence())

@@ -75,7 +75,9 @@ class Viewers:
         deadline = time.monotonic() + timeout_s
         while len(self._heard[text]) < self.count:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{len(self._heard[text])} of {self.count} viewers saw {text!r}")
+                raise RuntimeError(
+                    f"only {len(self._heard[text])} of {self.count} viewers received {text!r}"
+                )
             time.sleep(0.001)
         return max(self._heard[text].values())
 

@@ -117,7 +117,9 @@ def stateful(console: Console) -> dict[str, Any]:
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError:
-        console.print("torchdata is not installed, so its StatefulDataLoader is not tried")
+        console.print(
+            "skipped StatefulDataLoader, because torchdata is not installed: run pip install torchdata"
+        )
         return {}
     length, batch = 120, 5
 
@@ -141,8 +143,8 @@ def stateful(console: Console) -> dict[str, Any]:
     missed = sum(seen[number] == 0 for number in range(length))
     twice = sum(seen[number] > 1 for number in range(length))
     console.print(
-        f"StatefulDataLoader, half an epoch of {length} samples by 2 ranks and the rest by 3:"
-        f" {missed} samples missed, {twice} more than once"
+        f"StatefulDataLoader, {length} samples, 2 ranks for half an epoch and 3 for the rest: {missed} samples"
+        f" skipped, {twice} repeated"
     )
     return {"missed": missed, "twice": twice}
 

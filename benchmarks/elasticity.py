@@ -136,7 +136,9 @@ def traffic() -> Traffic:
     for info in _connections(driver):
         total = total.plus(traffic_of(info))
     if not all(_numbers(total)):  # the handshake has traffic in both directions
-        raise groups.WrongResult(f"the kernel does not count the traffic to {driver}: {total}")
+        raise groups.WrongResult(
+            f"the kernel reports no traffic for the connection to {driver}: {total}"
+        )
     return total
 
 
@@ -246,7 +248,7 @@ class Jobs:
 
     def _give_up(self, why: str) -> NoReturn:
         self._log.seek(0)
-        raise SystemExit(f"{why}; the jobs' log ends:\n{self._log.read()[-3000:]}")
+        raise SystemExit(f"{why}; last lines of the jobs' log:\n{self._log.read()[-3000:]}")
 
     def do(self, job: str, **order: Any) -> tuple[float, Traffic]:
         """Send an order and return the slowest worker's seconds, and the traffic of all of them with the driver."""
@@ -265,7 +267,7 @@ class Jobs:
                 _say(stream, {})
             digests = {self._heard(stream)["digest"] for stream in self._lines[job]}
             if len(digests) != 1:
-                raise groups.WrongResult(f"the workers of the {job} job hold different models")
+                raise groups.WrongResult(f"the workers of the {job} job have different models")
         for process in self._started:
             process.wait(BLOCK_S)
 

@@ -171,12 +171,12 @@ def wait(processes: list[subprocess.Popen[bytes]]) -> None:
         failed = [rank for rank, process in enumerate(processes) if process.poll()]
         if failed:
             time.sleep(1.0)  # gives the other ranks time to report their errors
-            raise SystemExit(f"rank {failed[0]} failed: see above")
+            raise SystemExit(f"rank {failed[0]} failed: see its output above")
         if time.monotonic() > deadline:
-            raise SystemExit(f"the ranks have not ended within {LONGEST_S:g} s")
+            raise SystemExit(f"the ranks did not exit within {LONGEST_S:g} s")
         time.sleep(0.1)
     if any(process.returncode for process in processes):
-        raise SystemExit("a rank failed: see above")
+        raise SystemExit("a rank failed: see its output above")
 
 
 def answers_of(
@@ -235,7 +235,7 @@ def main() -> None:
     try:
         check_possible()
     except Invalid as error:
-        print(f"left out: {error}")
+        print(f"skipped: {error}")
         return
     sizes = [int(size * MB) for size in options.sizes_mb]
     answers = []

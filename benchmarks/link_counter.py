@@ -25,7 +25,7 @@ def sent_bytes(counters: str, interface: str = "eth0") -> int:
         name, _, values = line.partition(":")
         if name.strip() == interface:
             return int(values.split()[8])
-    raise ValueError(f"no interface {interface}")
+    raise ValueError(f"network interface {interface} does not exist")
 
 
 def samples_of(text: str) -> list[tuple[float, int]]:

@@ -72,7 +72,7 @@ def pss(rollup: str) -> int:
         name, _, rest = line.partition(":")
         if name == "Pss":
             return int(rest.split()[0]) << 10
-    raise ValueError(f"no line with Pss in {rollup[:200]!r}")
+    raise ValueError(f"no Pss line in {rollup[:200]!r}")
 
 
 def measure(model: str, kind: str, steps: int) -> Taken:

@@ -276,7 +276,7 @@ def main() -> None:
     options = parser.parse_args()
     check = [sys.executable, "-c", "import ray.train.torch"]
     if subprocess.run(check, capture_output=True).returncode:
-        raise SystemExit("this compares with Ray Train, which is missing: pip install 'ray[train]'")
+        raise SystemExit("Ray Train is not installed: run pip install 'ray[train]'")
 
     figures: dict[str, Any] = {}
     if options.rounds:

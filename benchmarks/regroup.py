@@ -128,7 +128,9 @@ class Ways:
     def _check(self, summed: torch.Tensor) -> None:
         wanted = self.size * (self.size + 1) / 2
         if float(summed) != wanted:
-            raise groups.WrongResult(f"the first allreduce is {float(summed)}, not {wanted}")
+            raise groups.WrongResult(
+                f"the first allreduce returned {float(summed)} instead of {wanted}"
+            )
 
 
 def measure(rounds: int) -> dict[str, list[float]]:

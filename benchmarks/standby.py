@@ -149,8 +149,9 @@ def measured(options: argparse.Namespace, preload: str) -> dict[str, Any]:
     console.print(table_of(title, "strikes", rows))
     ratio = statistics.median(beside) / statistics.median(alone)
     console.print(
-        f"a step with the standby waiting: {statistics.median(beside):.2f} ms, with it stopped:"
-        f" {statistics.median(alone):.2f} ms; ratio {ratio:.3f} ({len(beside)} and {len(alone)} steps)"
+        f"median step time: {statistics.median(beside):.2f} ms while the standby waits,"
+        f" {statistics.median(alone):.2f} ms while it is stopped; ratio {ratio:.3f} ({len(beside)} and"
+        f" {len(alone)} steps)"
     )
     return {
         "full_ms": lasted,

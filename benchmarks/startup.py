@@ -60,7 +60,7 @@ def started(command: list[str], folder: Path) -> float:
     for line in done.stdout.splitlines():
         if "first step" in line:
             return float(line.split()[-1]) - began
-    raise SystemExit(f"no first step under {command[0]}: {done.stderr[-2000:]}")
+    raise SystemExit(f"the script started by {command[0]} completed no step: {done.stderr[-2000:]}")
 
 
 def main() -> None:

@@ -104,7 +104,7 @@ class Steered:
         ready = [float((self.files.folder / f"{pid}.ready").read_text()) for pid in new]
         took = max(first.values()) - max([asked_at, *ready])
         self.effects.append(Effect(self.launcher, command, len(world), len(new), took))
-        CONSOLE.print(f"{self.launcher}: {command}: in effect after {took * 1e3:.0f} ms")
+        CONSOLE.print(f"{self.launcher}: {command} took effect after {took * 1e3:.0f} ms")
         return world
 
     def go_through(self) -> None:

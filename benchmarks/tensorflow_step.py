@@ -217,7 +217,7 @@ def answers(command: list[str], environ: dict[str, str]) -> dict[str, float]:
         if "FOUND " in line:
             found: dict[str, float] = json.loads(line.partition("FOUND ")[2])
             return found
-    raise SystemExit(f"{command} has no result: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    raise SystemExit(f"{command} printed no result: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 def beside(steps: int, environ: dict[str, str]) -> dict[str, float]:

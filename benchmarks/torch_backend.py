@@ -293,7 +293,7 @@ def main() -> None:
     console.print(table(answers, options.rounds))
     marks = marks_of(answers)
     results_output.print_targets(console, [mark for mark in marks if not mark.met])
-    console.print(f"{sum(mark.met for mark in marks)} of {len(marks)} marks met")
+    console.print(f"{sum(mark.met for mark in marks)} of {len(marks)} targets met")
     results_output.write_json(options.json, {"answers": answers}, marks)
 
 

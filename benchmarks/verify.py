@@ -147,7 +147,7 @@ def limit(injection: Injection, share: float) -> int:
         missed = (1.0 - 1.0 / injection.rarity) ** passes
         if passes and missed <= 1.0 - CERTAIN:
             return step - injection.first + 1
-    raise AssertionError(f"{injection} is not found in {10 * STEPS} steps")
+    raise AssertionError(f"{injection} was not detected within {10 * STEPS} steps")
 
 
 def expected(injection: Injection, share: float) -> float:
@@ -271,8 +271,8 @@ def show(results: list[InjectionResult], share: float) -> tuple[dict[str, Any], 
     wrong_bits = sum(not each.equal for each in found_all)
     print(f"failed jobs: {sum(each.code != 0 for each in results)}")
     print(
-        f"found: {len(found_all)}, in their first step: {len(caught)}; wrong commits were repeated:"
-        f" {sum(each.changed for each in found_all)}; other bits at the end: {wrong_bits}"
+        f"detected: {len(found_all)}, in the first affected step: {len(caught)}; repeated wrong commits:"
+        f" {sum(each.changed for each in found_all)}; jobs whose final state differs: {wrong_bits}"
     )
     marks = [
         Mark("found in time", CERTAIN, timely, at_least=True),

@@ -746,7 +746,8 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     " end with hvd.join()",
     ReasonKind.RETURNED_ALONE: "{who} returned from elastic.run at least {for_s:g} s ago while {where}: all ranks must"
     " make the same calls",
-    ReasonKind.STORE_SILENT: "etcd at {store} does not answer ({text}); training continues, membership changes wait",
+    ReasonKind.STORE_SILENT: "etcd at {store} does not answer ({text}); training continues, membership changes are"
+    " postponed",
     ReasonKind.STORE_BACK: "etcd at {store} answers again, after {silent_s:.1f} s",
     ReasonKind.JOURNAL_INCOMPLETE: "{worker} is in generation {generation}, which is missing from the journal of this"
     " driver: the journal is incomplete",

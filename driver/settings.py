@@ -179,8 +179,8 @@ class Settings:
             )
         if not 0 <= self.bandwidth_factor < 1:
             raise Invalid(
-                f"{self._shown('bandwidth_factor')}: pass a share of the other hosts' bandwidth below 1, or 0 to admit"
-                " hosts of any bandwidth"
+                f"{self._shown('bandwidth_factor')}: pass a fraction below 1 of the median bandwidth of the"
+                " other hosts, or 0 to admit hosts of any bandwidth"
             )
         if self.quarantine not in QUARANTINES:
             raise Invalid(
@@ -188,8 +188,8 @@ class Settings:
             )
         if not 0 <= self.straggler_factor < 1:
             raise Invalid(
-                f"{self._shown('straggler_factor')}: pass a share of the others' speed below 1, or 0 to disable the"
-                " detection of stragglers"
+                f"{self._shown('straggler_factor')}: pass a fraction below 1 of the median speed of the other"
+                " workers, or 0 to disable straggler detection"
             )
         if self.replace_stragglers and not (self.standbys and self.straggler_factor):
             raise Invalid(

@@ -22,8 +22,8 @@ def warn_of_conflicts(package: str, folder: str) -> None:
     for mark in MARKS[package]:
         if os.path.exists(f"{folder}/{mark}"):
             warnings.warn(
-                f"{folder} holds files of another package named {package} ({mark}) that overwrite those of hvd-elastic;"
-                f" {remedy(package)}",
+                f"{folder} contains files of another package named {package} ({mark}), which overwrite those of"
+                f" hvd-elastic; {remedy(package)}",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -30,7 +30,7 @@ EXAMPLES = """\
 examples:
   python -m elastic.chaos exact -- elasticrun -np 3 --min-np 1 python train.py
   python -m elastic.chaos exact --mean-time-between-faults 2 -- elasticrun -np 3 --min-np 1 python train.py
-      for a training that takes seconds
+      for a training run of a few seconds
   python -m elastic.chaos exact --undisturbed first/journal.jsonl -- elasticrun -np 2 --min-np 1 python train.py
       compares with an earlier run of elasticrun --digests --journal, also of another size or on another machine
 
@@ -108,15 +108,15 @@ def main(options: argparse.Namespace) -> int:
     inside = digests.difference(wanted, wanted)
     if inside is not None:
         print(f"journal: {before}")
-        print(f"workers differed without any fault: {inside.sentence()}")
+        print(f"workers differed in the undisturbed run: {inside.sentence()}")
         return DIFFER
     _print_faults(plan)
     code, count = _run(disturbed, plan, "under faults")
     verdict = _verdict(before, disturbed.journal, code)
     if verdict == EQUAL and not count and options.undisturbed is None:
         print(
-            "no fault occurred, so the comparison is inconclusive: train for longer, or lower"
-            f" --mean-time-between-faults, which is {options.mean_time_between_faults:g} s"
+            "no fault was injected, so the comparison is inconclusive: train longer, or pass a"
+            f" --mean-time-between-faults below {options.mean_time_between_faults:g} s"
         )
         return NOTHING
     return verdict
@@ -125,7 +125,7 @@ def main(options: argparse.Namespace) -> int:
 def _print_faults(plan: Plan) -> None:
     chance = plan.chance
     assert isinstance(chance, Chance)
-    say(f"faults are drawn with --seed {chance.seed}")
+    say(f"random faults are drawn with --seed {chance.seed}")
 
 
 def _run(job: Job, plan: Plan, how: str) -> tuple[int, int]:
@@ -181,8 +181,9 @@ def _verdict(before: Path, disturbed: Path, code: int) -> int:
     compared = digests.in_both(wanted, found)
     if not compared:
         print(
-            f"no commits to compare: none of the {len(found)} commits of the disturbed run is at one of the"
-            f" {len(steps)} steps at which the undisturbed run committed; commit at fixed values of shards.step"
+            f"no commits to compare: the {len(found)} commits of the disturbed run and the commits of the"
+            f" undisturbed run, made at {len(steps)} steps, have no step in common; commit at fixed values of"
+            " shards.step"
         )
         return NOTHING
     last = max(each.step for each in found)
@@ -200,6 +201,6 @@ def _verdict(before: Path, disturbed: Path, code: int) -> int:
     )
     if code:
         print(
-            f"but the disturbed run ended with exit code {code}; its remaining steps are not compared"
+            f"the disturbed run then ended with exit code {code}, so its remaining steps were not compared"
         )
     return code

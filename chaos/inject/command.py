@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-digests",
         action="store_true",
-        help="do not compare replicas at every commit, which costs a pass over the parameters",
+        help="do not compare replicas at every commit, to save a pass over the parameters",
     )
 
 
@@ -104,7 +104,7 @@ def main(options: argparse.Namespace) -> int:
         print("\n".join(dry_run(plan, job)))
         return 0
     if plan.chance is not None:
-        say(f"faults are drawn with --seed {plan.chance.seed}")
+        say(f"random faults are drawn with --seed {plan.chance.seed}")
     faulty_job = under_fire(job, plan, digests=digests)
     # the job failed at its start, and elasticrun has printed the reason
     if not job.journal.stat().st_size:
@@ -258,8 +258,8 @@ def check_flips(plan: Plan, settings: Settings) -> None:
     """Raise Invalid if this job cannot detect flipped bits."""
     if DIR not in settings.env:
         raise Invalid(
-            "flipped bits are detected when a checkpoint is written: start the job with --checkpoint-dir, and"
-            " in a short test with --checkpoint-every 10commits"
+            "flipped bits are detected when a checkpoint is written: start the job with --checkpoint-dir; in a"
+            " short test, add --checkpoint-every 10commits"
         )
     if plan.kinds() & {*FLIPPED} and settings.workers_max < 3:
         raise Invalid(
@@ -272,7 +272,7 @@ def check_flips(plan: Plan, settings: Settings) -> None:
         )
     if RULES in os.environ:
         raise Invalid(
-            f"{RULES} is set, but faults that flip bits must set it themselves: unset {RULES}"
+            f"{RULES} is set, but this command must set it itself to flip bits: unset {RULES}"
         )
 
 

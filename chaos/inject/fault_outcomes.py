@@ -157,7 +157,9 @@ def _outcome(each: Injected, until: float, happened: _Happened, began_at: float)
     elif each.kind in ("kill", "leave"):
         outcome.outcome = "it did not exit"
     elif each.kind in FLIPPED:
-        outcome.outcome = "not found: no checkpoint followed, or the bit left no trace"
+        outcome.outcome = (
+            "not detected: no checkpoint was written afterwards, or the flipped bit had no effect"
+        )
     elif any(what is Sign.FROZEN for _, what in noticed):
         outcome.outcome = (
             "was detected as frozen, no worker waited for it, and it continued afterwards"
@@ -180,7 +182,7 @@ def _gone(outcome: FaultOutcome, each: Injected, at: float, code: int, happened:
         each.worker in members for when, _, members in happened.worlds if when <= max(at, each.at)
     )
     if not was_member:
-        outcome.outcome = f"{how}; it was in no world yet"
+        outcome.outcome = f"{how}; it had not joined a world yet"
         return
     # A leaving worker exits only after the world has changed, while a killed worker exits before.
     since = min(at, each.at)

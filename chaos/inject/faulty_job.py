@@ -195,7 +195,7 @@ class _Fire:
                 why = str(error)
                 say(f"could not {fault.what()}: {error}")
         if victims and not hit and not fault.drawn:
-            self.failed.append(f"could not be done: {fault}: {why}")
+            self.failed.append(f"not injected: {fault}: {why}")
 
 
 class _Stop:

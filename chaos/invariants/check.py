@@ -11,8 +11,8 @@ from elastic.errors import Invalid
 
 DESCRIPTION = """\
 Check the invariants of a finished job in the journals of all its drivers (elasticrun --journal FILE): no commit that
-a survivor held is lost, no sealed commit of a sharded state, replicas are equal, a killed worker stays out, every wait
-ends, and more. Exits with 1 if an invariant is broken, and prints the line of the journal that shows it."""
+a survivor held and no sealed commit of a sharded state is lost, replicas are equal, a killed worker does not rejoin,
+every wait ends, and more. Exits with 1 if an invariant is broken, and prints the line of the journal that shows it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--samples",
         type=int,
         metavar="N",
-        help="size of the dataset, of a job that trained whole epochs: each sample must count once (if workers"
-        " report samples)",
+        help="number of samples in the dataset, to check that each one counts once per epoch (only if the job"
+        " trained whole epochs and workers report samples)",
     )
 
 
@@ -47,7 +47,7 @@ def main(options: argparse.Namespace) -> int:
             if options.samples and not found.samples_counted:
                 failed = True
                 print(
-                    f"{path}: no worker reported samples, so --samples can't be checked; leave it out",
+                    f"{path}: no worker reported samples, so --samples can't be checked: omit --samples",
                     file=sys.stderr,
                 )
                 continue

@@ -38,7 +38,9 @@ def main(options: argparse.Namespace) -> int:
     ended = any(isinstance(action, EndJob) for entry in entries for action in entry.actions)
     wrong = False
     try:
-        print(f"the replay agrees: {len(replay(options.journal))} events led to the same actions")
+        print(
+            f"the replay matches the journal: {len(replay(options.journal))} events led to the recorded actions"
+        )
     except ReplayDiffers as error:
         wrong = True
         print(f"the replay differs: {error}", file=sys.stderr)
@@ -47,12 +49,12 @@ def main(options: argparse.Namespace) -> int:
         return int(wrong)
     try:
         summary = check_journal(options.journal, ended=ended)
-        print(f"every invariant holds: {summary}")
+        print(f"all invariants hold: {summary}")
     except BrokenInvariant as error:
         wrong = True
-        print(f"an invariant is broken: {error}", file=sys.stderr)
+        print(f"invariant violated: {error}", file=sys.stderr)
     if found.takeovers:
-        print(f"{len(found.takeovers) + 1} drivers wrote this journal, one after the other")
+        print(f"{len(found.takeovers) + 1} consecutive drivers wrote this journal")
     if not ended:
-        print("the journal ends before the job does")
+        print("the journal ends before the end of the job")
     return 1 if wrong else 0

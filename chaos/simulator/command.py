@@ -28,10 +28,10 @@ EXAMPLES = """\
 examples:
   python -m elastic.chaos simulate --seed 7                     one job of 8 workers, with its events
   python -m elastic.chaos simulate --seeds 1000                 seeds 0 to 999; prints those that fail
-  python -m elastic.chaos simulate --sharded --seeds 1000       the same with a state in shards
+  python -m elastic.chaos simulate --sharded --seeds 1000       the same, with a sharded state
   python -m elastic.chaos simulate --workers 10000 --seed 7     one large job: 300 virtual seconds, failing hosts
-  python -m elastic.chaos replay simulated-seed-7.jsonl         check a recorded run by deciding it again"""
-# minimum number of workers for which one simulated event advances all members by a step, to save time
+  python -m elastic.chaos replay simulated-seed-7.jsonl         repeat the decisions of a recorded run, and compare"""
+# number of workers from which one simulated event represents one step of all members, to save time
 LARGE = 200
 
 
@@ -44,26 +44,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=150, help="steps to train (default 150)")
     parser.add_argument("--faults", type=int, default=14, help="faults to inject (default 14)")
     parser.add_argument(
-        "--mild",
-        action="store_true",
-        help="inject only faults that the job survives: it has to succeed",
+        "--mild", action="store_true", help="inject only faults that the job must survive"
     )
     parser.add_argument(
         "--sharded",
         action="store_true",
-        help="shard the state, as FSDP2 and ZeRO-1 do, with one or two copies of each shard and with or without"
-        f" replicas, drawn from the seed; fewer than {LARGE} workers",
+        help="shard the state, as FSDP2 and ZeRO-1 do; the seed selects one or two copies of each shard, with or"
+        f" without replicas; only for fewer than {LARGE} workers",
     )
     parser.add_argument(
         "--seconds",
         type=float,
-        help=f"virtual seconds in which hosts of a job of {LARGE} or more workers fail; a regroup in progress at"
+        help=f"virtual seconds during which hosts fail, in a job of {LARGE} or more workers; a regroup in progress at"
         " the end may finish (default 300)",
     )
     parser.add_argument(
         "--journal",
         type=Path,
-        help=f"journal of a single seed or of a failing one, with fewer than {LARGE} workers",
+        help=f"write the journal of a single seed or of a failing one to this file; only for fewer than {LARGE}"
+        " workers",
     )
 
 

@@ -216,7 +216,9 @@ class SimulatedDriver:
             case events.LetGo(worker, reason):
                 self._send([worker], messages.Leave(str(reason)))
             case events.RejectWorker(worker):
-                raise AssertionError(f"{worker} was rejected, but all states have one layout")
+                raise AssertionError(
+                    f"{worker} was rejected, although the states of all workers have the same layout"
+                )
             case events.FinishWorld(generation, members):
                 self._send(members, messages.Finish(generation))
             case events.EndJob(code, reason):

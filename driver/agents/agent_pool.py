@@ -360,8 +360,8 @@ class AgentPool:
         elif ("", DeadlineKind.RESIGNATION) not in self._due:
             self._actions.log(
                 "warning",
-                "this driver lost the connections to all agents; no host counts as lost before an agent reconnects or"
-                f" {self.attach.away_s:g} s have passed",
+                "this driver lost the connections to all agents; no host is treated as lost until an agent"
+                f" reconnects or {self.attach.away_s:g} s have passed",
             )
             self._due.put("", DeadlineKind.RESIGNATION, self._actions.now + self.attach.away_s)
 
@@ -369,7 +369,7 @@ class AgentPool:
         released = self._reach.here(name)
         if ("", DeadlineKind.RESIGNATION) in self._due and not self._reach.cut_off:
             self._due.drop("", DeadlineKind.RESIGNATION)
-            self._actions.log("info", f"{name} is reachable again: this driver is connected again")
+            self._actions.log("info", f"{name} reconnected: this driver is reachable again")
         for other in released:
             host = self._host(other)
             if not host.here:

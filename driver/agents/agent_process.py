@@ -204,8 +204,8 @@ def _end_with_stdin(process: HostAgent) -> None:
         with contextlib.suppress(OSError):
             while os.read(0, 4096):
                 pass
-        with contextlib.suppress(RuntimeError):  # raised if the event loop is already closed
-            loop.call_soon_threadsafe(process.end, 0, "its parent process is gone")
+        with contextlib.suppress(RuntimeError):  # The event loop may already be closed.
+            loop.call_soon_threadsafe(process.end, 0, "its parent process exited")
 
     threading.Thread(target=wait, name="stdin", daemon=True).start()
 

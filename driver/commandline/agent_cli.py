@@ -52,7 +52,7 @@ class AgentOptions(Options):
     drivers: list[str] | None = flag(
         "--driver",
         "HOST:PORT,...",
-        "Addresses of the driver; a name is resolved again at each attempt.",
+        "Addresses of the driver; a name is resolved again at each connection attempt.",
         action=NameList,
     )
     host: str | None = flag(

@@ -216,7 +216,7 @@ def _run_unless_finished(options: Options, environ: Mapping[str, str]) -> int:
     reason = None if same is None else rerun_reason(same, options)
     if reason is not None:
         print(
-            f"{_called()}: training finished before, but the job runs again: {reason.value}",
+            f"{_called()}: training had already finished, but the job runs again: {reason.value}",
             file=sys.stderr,
         )
     job = make_job(options, environ)
@@ -378,7 +378,7 @@ def _checked_job(
     env |= _torch_additions(options, environ, bind, next(iter(hosts or ()), ""))
     notes = _notes(options, environ, elastic=elastic) + checkpoints.notes
     if hosts is not None and (starting := min(workers_max, sum(hosts.values()))) > np:
-        text = f"starting {starting} workers, as many as --max-np and the slots allow; training needs at least"
+        text = f"starting {starting} workers, the maximum that --max-np and the slots allow; training needs at least"
         notes.append(("info", f"{text} {workers_min}"))
     if options.driver_port is not None and not fleet.needed and script is None:
         notes.append(
@@ -717,8 +717,8 @@ def _hosts(options: Options, workers_max: int, standbys: int, cores: int) -> dic
         workers, most = workers_max + standbys, most_workers(cores)
         if workers > most:
             raise Invalid(
-                f"{workers} workers are too many for this machine, which has {counted(cores, 'core')}: at most"
-                f" {most}. To start more anyway, pass -H localhost:{workers}"
+                f"{workers} workers are too many for this machine, which has {counted(cores, 'core')}: pass at"
+                f" most {most}. To start more anyway, pass -H localhost:{workers}"
             )
         return {"localhost": workers}
     return hosts

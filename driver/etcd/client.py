@@ -254,7 +254,7 @@ async def _one(stream: Any) -> Any:
     answer = await stream.read()
     stream.cancel()
     if not hasattr(answer, "TTL"):
-        raise Unavailable("etcd ended the stream of an open request")
+        raise Unavailable("etcd closed the stream of a pending request")
     return answer
 
 

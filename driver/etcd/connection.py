@@ -188,13 +188,15 @@ def _trouble(details: str, access: EtcdAccess) -> Unavailable:
     if tls and "CERTIFICATE_VERIFY_FAILED" in details:
         return AccessDenied(f"its certificate is not signed by {tls.ca}; check --etcd-ca")
     if tls and "not in peer certificate" in details:
-        return AccessDenied("its certificate is for another name: use a name that is in it")
+        return AccessDenied(
+            "its certificate is for another name: use a host name that the certificate contains"
+        )
     if tls and "WRONG_VERSION" in details:
-        return AccessDenied("it does not use TLS: leave out --etcd-ca, or enable TLS there")
+        return AccessDenied("it does not use TLS: omit --etcd-ca, or enable TLS there")
     if tls and "Unwrap failed" in details:
         return AccessDenied("it rejects the client certificate: check --etcd-cert and --etcd-key")
     if tls and "handshake" in details.lower():
-        return Unavailable("the TLS handshake failed: check --etcd-cert, and whether it uses TLS")
+        return Unavailable("the TLS handshake failed: check --etcd-cert, and whether etcd uses TLS")
     if "Socket closed" in details or "reset" in details or "Broken pipe" in details:
         wants = "a client certificate (--etcd-cert and --etcd-key)" if tls else "TLS (--etcd-ca)"
         return Unavailable(f"it closed the connection; it may require {wants}")

@@ -175,8 +175,8 @@ def room_for(
     async def grow(workers: int) -> str:
         if workers > most:
             return (
-                f"{workers} workers are too many for this machine, which has {cores} cores: at most {most}. For"
-                " more, start the job with -H localhost:N or on more hosts"
+                f"{workers} workers are too many for this machine, which has {cores} cores: request at most"
+                f" {most}. For more, start the job with -H localhost:N or on more hosts"
             )
         await own.make_room(min(SLOTS_LIMIT, workers + job.settings.standbys))
         return ""

@@ -111,9 +111,9 @@ async def _past(
     unawaited = plan.standby and lead is not None and not lead.waited
     if found is None and lead is not None and lead.waited and not plan.fresh:
         raise Invalid(
-            f"job {plan.name} can't be resumed, because its journal is missing from etcd, although a driver was"
-            " running the job: restore etcd, or pass --fresh to discard the remaining data of the job and start"
-            " a new job"
+            f"job {plan.name} can't be resumed: another driver was running it, but etcd does not contain its"
+            " journal. Restore etcd, or pass --fresh to discard the remaining data of the job and start a new"
+            " job"
         )
     if begun_alone and not plan.fresh and (warning := starts_over(found, job.begins)):
         log("warning", warning)

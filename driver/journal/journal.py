@@ -349,7 +349,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"settings: {found.settings}")
         for line in story_of(found):
             print(line)
-        print(f"the replay agrees: {len(replay(path))} events led to the same actions")
+        print(
+            f"the replay matches the journal: {len(replay(path))} events led to the recorded actions"
+        )
     except ReplayDiffers as error:
         print(f"the replay differs: {error}", file=sys.stderr)
         return 1

@@ -48,8 +48,10 @@ _SSH = (
     ),
     (
         r"(?:kex|ssh)_exchange_identification: ([^\r\n]*)",
-        "{host}, or a jump host, closed the connection before the login ({0}); look at the log of its sshd:"
-        " MaxStartups may be too low for so many at once",
+        (
+            "{host}, or a jump host, closed the connection before the login ({0}); check the log of its sshd:"
+            " MaxStartups may be too low for so many simultaneous connections"
+        ),
     ),
 )
 
@@ -86,14 +88,16 @@ def why_no_agent(
     """
     if release is not None:
         return (
-            f"{host} has release {release} of hvd-elastic, and here it is {ours}; install the same on"
-            f" both: pip install hvd-elastic=={ours}"
+            f"{host} has release {release} of hvd-elastic, but this machine has {ours}; install the same release"
+            f" on both: pip install hvd-elastic=={ours}"
         )
     lines = _own_words(output)
     last = lines[-1][:_SHOWN] if lines else ""
     if code is None:
         more = f"; last output: {last}" if last else ""
-        return f"no agent was ready on {host} within {limit_s:g} s{more}; check the load there"
+        return (
+            f"no agent was ready on {host} within {limit_s:g} s{more}; check the load of that host"
+        )
     for line in reversed(lines):
         if line.startswith(NO_PYTHON):
             tried = line.removeprefix(NO_PYTHON).strip(": ")

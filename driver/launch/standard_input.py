@@ -34,9 +34,9 @@ def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
         )
     if by_agents:
         raise Invalid(
-            f"--stdin {rank} is not supported for this job, because standard input reaches only workers of this"
-            " machine that end with this process: omit --stdin, or omit other hosts, --etcd, --resume and"
-            " --standby. With a discovery script, also pass --network-interface lo"
+            f"--stdin {rank} is not supported for this job, because standard input reaches only workers on this"
+            " machine that exit together with this process: omit --stdin, or omit other hosts, --etcd, --resume"
+            " and --standby. With a discovery script, also pass --network-interface lo"
         )
 
 

@@ -435,7 +435,9 @@ def summary(spent: TimeSpent, *, zeros: bool = True) -> list[str]:
             " that was not lost"
         )
     elif worked:
-        lines.append("  goodput unknown: no worker entered elastic.run, where training counts")
+        lines.append(
+            "  goodput unknown: no worker entered elastic.run, in which training time is measured"
+        )
     return lines
 
 

@@ -510,8 +510,8 @@ class ProcessSupervisor:
         state = orphan_reaper.state_of(process.pid)[0]
         self._log(
             "warning",
-            f"{process.worker} (pid {process.pid}) has not died {DEATH_S:.0f} s after SIGKILL"
-            f" (process state {state}); if it stays in state D, its device or file system hangs",
+            f"{process.worker} (pid {process.pid}) has not exited {DEATH_S:.0f} s after SIGKILL (process state"
+            f" {state}); if it stays in state D, its device or file system hangs",
         )
 
 

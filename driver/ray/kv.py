@@ -109,7 +109,7 @@ class RetryingKV:
             self._logged = True
             self._log(
                 "warning",
-                f"Ray's head does not answer ({why}); training continues, membership changes wait",
+                f"Ray's head does not answer ({why}); training continues, membership changes are postponed",
             )
         await self._pause(min(PAUSE_S, 0.05 * 2 ** min(self._failures, 5)))
 

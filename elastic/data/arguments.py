@@ -159,7 +159,7 @@ class LoaderArguments:
         if self.shards is None:
             return
         if self.global_batch_size is None:
-            raise Invalid("shards requires global_batch_size: pass global_batch_size too")
+            raise Invalid("shards requires global_batch_size: also pass global_batch_size")
         if self.global_batch_size < self.shards:
             raise Invalid(
                 f"global_batch_size={self.global_batch_size} can't be divided into {self.shards} shards: pass at"

@@ -610,13 +610,17 @@ class Shards:
                 "verify: %s",
                 "with 1 worker, gradients are not compared, so wrong gradients are not detected"
                 if size == 1
-                else "with 2 workers, the faulty one is identified only if a recomputation gives another result",
+                else (
+                    "with 2 workers, the faulty worker is identified only if recomputing a shard gives a different"
+                    " result"
+                ),
             )
         share = assignment.balance(self.count, size)
         if share < 1.0:
             spare = max(0, size - self.count)
             log.warning(
-                "%d workers compute %d shards, at most %d each: workers compute for %.0f %% of the time%s",
+                "%d workers compute %d shards, at most %d each: on average, a worker is busy for %.0f %% of the"
+                " time%s",
                 size,
                 self.count,
                 len(step.held[0]),

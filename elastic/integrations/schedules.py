@@ -103,8 +103,8 @@ def warn(scheduler: Any, first: int, now: int, what: str, remedy: str) -> None:
     """Warn that ``scheduler`` does not follow the number of ``what``, such as steps or batches of an epoch."""
     warnings.warn(
         f"the number of {what} changed with the world: {first} at the start, {now} now. The script's schedule"
-        f" {type(scheduler).__name__} keeps its number of steps, so its learning rate may reach the end too early or"
-        f" never. {remedy}",
+        f" {type(scheduler).__name__} keeps its original number of steps, so it may reach its final learning"
+        f" rate too early or never. {remedy}",
         StaleValueWarning,
         # Lightning does not show the category of warnings that are issued from its folders.
         stacklevel=1,

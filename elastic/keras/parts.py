@@ -82,7 +82,7 @@ class OptimizerPart(VariablesPart):
     def _adopt_value(self) -> None:
         if not reducing.is_built(self.value):
             raise Invalid(
-                f"{self.what} has not been built: pass the model to the state too, or call"
+                f"{self.what} has not been built: also pass the model to the state, or call"
                 " optimizer.build(model.trainable_variables)"
             )
 

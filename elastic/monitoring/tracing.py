@@ -138,8 +138,8 @@ class TracingThroughDriver:
         self._known = answer.timeline
         if answer.path != path:
             print(
-                f"elastic: the timeline is written to {answer.path} instead of {path}: the first request of the job"
-                " set the path",
+                f"elastic: the timeline is written to {answer.path} instead of {path}, because an earlier"
+                " request of this job set the path",
                 file=sys.stderr,
             )
 

@@ -141,7 +141,7 @@ def resources(given: Mapping[str, float] | None, use_gpu: bool) -> dict[str, flo
                 "use_gpu=True requires GPUs, but resources_per_worker['GPU'] is 0: omit one of the two"
             )
     elif found.get("GPU"):
-        raise Invalid("resources_per_worker has GPUs: pass use_gpu=True too")
+        raise Invalid("resources_per_worker has GPUs: also pass use_gpu=True")
     if found.get("GPU", 0.0) > 1 and found["GPU"] != int(found["GPU"]):
         raise Invalid(
             f"resources_per_worker['GPU'] is {found['GPU']:g}: pass a whole number, or a fraction below 1"

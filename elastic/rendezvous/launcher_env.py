@@ -109,8 +109,8 @@ def started(env: Mapping[str, str], *, parent: int = 0) -> LauncherEnv | None:
         )
     if _has(env, "PMIX_RANK"):
         raise Invalid(
-            "PMIX_RANK is set, but the number of ranks is unknown: set HOROVOD_RANK, HOROVOD_SIZE, MASTER_ADDR"
-            " and MASTER_PORT too, or unset PMIX_RANK"
+            "PMIX_RANK is set, but the number of ranks is unknown: also set HOROVOD_RANK, HOROVOD_SIZE,"
+            " MASTER_ADDR and MASTER_PORT, or unset PMIX_RANK"
         )
     return None
 

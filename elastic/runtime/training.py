@@ -182,8 +182,8 @@ class Training:
         """
         for _ in range(self._session.groups.drain(DRAIN_S)):
             warnings.warn(
-                f"a collective of generation {self._session.recovery.generation} still ran {DRAIN_S:g} s after"
-                " it was aborted",
+                f"a collective of generation {self._session.recovery.generation} was still running {DRAIN_S:g} s"
+                " after it was aborted",
                 stacklevel=2,
             )
 

@@ -97,7 +97,7 @@ def _obstacle_of(group: Any, size: int) -> str | None:
     if type(info) is DDPMeshInfo:
         return "is replicated by torch's replicate()"
     if type(info) is not kind or info.is_spmd_mesh:
-        return "is fully sharded over other dimensions than (shard) or (replicate, shard)"
+        return "is fully sharded over dimensions other than (shard) or (replicate, shard)"
     if info.mesh.ndim == 2 and info.mesh._get_root_mesh() is not info.mesh:
         return "is fully sharded over two dimensions of a larger mesh"
     if info.mesh.size() != size:
@@ -112,7 +112,7 @@ def _obstacle_of(group: Any, size: int) -> str | None:
         or type(group._reduce_scatter_comm) is not DefaultReduceScatter
         or group._all_reduce_hook is not None
     ):
-        return "is fully sharded with collectives, hooks or process groups of its own"
+        return "is fully sharded with custom collectives, hooks or process groups"
     if group.gradient_divide_factor not in (None, 1.0):
         return (
             f"divides gradients by {group.gradient_divide_factor:g} in each world (set_gradient_divide_factor): call it"
@@ -122,7 +122,7 @@ def _obstacle_of(group: Any, size: int) -> str | None:
         if param.is_dtensor:
             return "is fully sharded and tensor parallel"
         if param.fsdp_placement != Shard(0):
-            return "is fully sharded along another dimension than the first"
+            return "is fully sharded along a dimension other than the first"
         if hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather"):
             return "is fully sharded and has parameters of a tensor subclass"
     return None

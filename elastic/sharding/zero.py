@@ -50,11 +50,11 @@ def obstacle(zero: Any) -> str | None:
     if hasattr(zero, "gradient_layout"):
         return "is a ZeroRedundancyOptimizer in a DistributedOptimizer, and both would reduce gradients"
     if zero.process_group is not torch.distributed.group.WORLD:
-        return "has a process group of its own, which does not follow the world"
+        return "uses a separate process group, which does not follow the world"
     if any(hasattr(each, "device_mesh") for each in parameters(zero)):
         return "trains DTensors, which are already divided among ranks"
     if not steps_shard(zero, partition_of(zero), zero.rank, zero.world_size):
-        return "divides parameters by another rule than torch's"
+        return "does not divide parameters among ranks as torch's ZeroRedundancyOptimizer does"
     return None
 
 

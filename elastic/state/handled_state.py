@@ -203,8 +203,8 @@ class HandledState(_OfThisProcess, ObjectState):
         if own := overridden(self):
             raise Invalid(
                 f"{type(self).__name__} overrides {' and '.join(own)}(), but"
-                f" state.{[*models, *partitioned][0].name} is sharded, and a failure may restore an older commit"
-                " than the last one that save() has seen: store the values as attributes of the state"
+                f" state.{[*models, *partitioned][0].name} is sharded, and a failure may restore a commit from"
+                " before the last call of save(): store the values as attributes of the state"
             )
         values = {name: each.value for name, each in self._handlers.items()}
         self._first_names = shard_checks.names_of(values)

@@ -131,12 +131,14 @@ def refuse_hidden(name: str, value: Any, handlers: Iterable[StateHandler]) -> No
         if isinstance(each, _TRAINED) and id(each) not in known:
             what = "is" if each is value else f"is a {type(value).__name__} that holds"
             remedy = (
-                f"each {type(each).__name__} by its own keyword"
+                f"each {type(each).__name__} as a separate keyword argument"
                 if isinstance(each, torch.optim.Optimizer | DiLoCo | Shards)
-                else "each model by its own keyword or in a torch.nn.ModuleList, and parameters in a"
-                " torch.nn.ParameterList"
+                else (
+                    "each model as a separate keyword argument or in a torch.nn.ModuleList, and parameters in a"
+                    " torch.nn.ParameterList"
+                )
             )
             raise Invalid(
                 f"state.{name} {what} a {type(each).__name__}, and a restore would replace it with an untrained"
-                f" copy: pass the state {remedy}"
+                f" copy: pass {remedy}"
             )

@@ -201,8 +201,8 @@ def _check_kind(
     """Raise Invalid unless the arguments describe exactly one kind of job."""
     if max_workers is not None and (min_workers is None or min_workers <= 0):
         raise Invalid(
-            "`max_workers` provided without any positive `min_workers`: pass min_workers too, the smallest number"
-            " of workers to continue with"
+            "`max_workers` provided without any positive `min_workers`: also pass min_workers, the smallest"
+            " number of workers to continue with"
         )
     if min_workers is not None and num_workers is not None:
         raise Invalid(

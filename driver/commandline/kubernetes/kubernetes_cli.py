@@ -54,8 +54,7 @@ class KubernetesOptions:
     workers: str | None = flag(
         "--workers",
         "MIN[:PODS]",
-        "Worker pods to start, and smallest number of workers to continue with (default of"
-        " PODS: MIN).",
+        "Smallest number of workers to continue with, and worker pods to start (default of PODS: MIN).",
     )
     gpus: int = flag(
         "--gpus",

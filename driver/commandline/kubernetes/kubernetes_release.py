@@ -428,7 +428,7 @@ class ApiSilence:
         now = time.monotonic()
         if self._since is None:
             self._since = now
-            self._say(f"{why}; the job continues meanwhile; retrying for {AWAY_S:g} s")
+            self._say(f"{why}; the job keeps running; retrying for {AWAY_S:g} s")
         elif now - self._since > AWAY_S:
             raise Invalid(
                 f"{why}, for {AWAY_S:g} s. The job may still run: see `elasticrun k8s status`"

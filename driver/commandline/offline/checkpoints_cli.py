@@ -43,12 +43,12 @@ class CheckpointsOptions:
 
     verify: bool = switch(
         "--verify",
-        "Read all files and compare checksums; exit with 1 if one is corrupted or none exists.",
+        "Read all files and compare checksums; exit with 1 if a checkpoint is corrupted or none exists.",
     )
     prune: int | None = flag(
         "--prune",
         "N",
-        "Remove all checkpoints except the newest N, and incomplete ones; no job may be writing.",
+        "Keep the newest N checkpoints; remove all others and incomplete ones. No job may be writing.",
         whole(1),
     )
 
@@ -60,7 +60,7 @@ class ExportOptions:
     out: str | None = flag(
         "--out",
         "FILE",
-        "File to write, for torch.load or as .safetensors (default: the commit's folder name with .pt).",
+        "Output file for torch.load, or a .safetensors file (default: the commit's folder name with .pt).",
     )
     force: bool = switch("--force", "Overwrite FILE if it exists.")
 
@@ -157,8 +157,8 @@ def _line(entry: CheckpointEntry, *, verified: bool) -> str:
 def _export(arguments: Sequence[str]) -> int:
     options = ExportOptions()
     wanted = (
-        "give one folder, as in: elasticrun checkpoints export /shared/checkpoints, or a commit in it, as in"
-        " /shared/checkpoints@g3c450; a folder called export is listed by: elasticrun checkpoints ./export"
+        "pass one folder, as in: elasticrun checkpoints export /shared/checkpoints, or a commit in it, as in"
+        " /shared/checkpoints@g3c450. To list a folder called export, run: elasticrun checkpoints ./export"
     )
     given = export_parser().with_one(arguments, options, wanted)
     if options.out is not None:

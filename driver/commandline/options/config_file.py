@@ -80,7 +80,7 @@ def _word(meant: Mapping[str, str], value: object, where: str) -> str:
             raise Invalid(f"{where} is {value!r}: write true or false")
         return meant["true" if value else "false"]
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise Invalid(f"{where} is {value!r}: write one number or text")
+        raise Invalid(f"{where} is {value!r}: write a single number or string")
     return f"{meant['']}={value}"
 
 

@@ -46,8 +46,11 @@ class RerunReason(enum.Enum):
     COMMAND = "its arguments, flags, environment or folder changed"
     FILES = "its script or a file next to it or named by the command changed"
     READ = "a module or a file that its workers read changed"
-    # `SameCommand.has_finished` did not record the end of the job
-    UNKNOWN = "the last run failed after training, a file changed during it, or not all files that it read are known"
+    # The end of the job was not recorded. See `SameCommand.has_finished`.
+    UNKNOWN = (
+        "the last run failed after training, a file changed during the run, or some of the files that it read are"
+        " unknown"
+    )
 
 
 class FinishedJob(msgspec.Struct, frozen=True):

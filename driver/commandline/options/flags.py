@@ -57,9 +57,9 @@ examples:
   elasticrun -np 4 python train.py --lr 0.1
       four workers on this machine; the first failure ends the job
   elasticrun -np 4 --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh python train.py
-      two to eight workers, as many as the present hosts have slots, also at the start
+      two to eight workers, one per slot of the discovered hosts, also at startup
   elasticrun -np 8 --min-np 4 -H gpu1:4,gpu2:4 --output-filename out python train.py
-      two machines, reached over ssh; the output of rank 0 is in out/rank.0/stdout and so on
+      two machines, reached over ssh; the output of rank 0 is copied to out/rank.0/stdout, and so on
   elasticrun -np 8 --min-np 4 --etcd etcd1:2379 --job bert --secret-file job.secret python train.py
       all hosts that run `elasticrun agent` for this job
   elasticrun -np 4 --min-np 2 --journal job.journal --resume python train.py
@@ -95,8 +95,8 @@ class WorkerFlags:
     max_num_proc: int | None = flag(
         "--max-np --max-num-proc",
         "N",
-        "Elastic: largest number of workers, also at the start (default: -np; the number of slots if hosts are"
-        " discovered).",
+        "Elastic: maximum number of workers, including at startup (default: -np; the number of slots if hosts"
+        " are discovered).",
         whole(1),
         use=Use(functions=(LAUNCH,), keyword="max_np"),
     )
@@ -481,7 +481,7 @@ class OutputFlags:
     )
     summary: bool = switch(
         "--summary",
-        "Print how the time of the job and of each worker was spent; also ELASTIC_SUMMARY=1.",
+        "Print a breakdown of the time of the job and of each worker; also ELASTIC_SUMMARY=1.",
         variable="ELASTIC_SUMMARY",
         keys=("summary.enabled=true",),
         use=EVERYWHERE,
@@ -730,7 +730,7 @@ def build_parser() -> ArgumentParser:
     _add_without_meaning(
         parser.group(
             "accepted from Horovod, without effect",
-            "If you pass one of them, a log line at startup says why it has no effect.",
+            "A log line at startup explains why a flag has no effect.",
         )
     )
     return parser
@@ -793,7 +793,7 @@ def why_without_meaning(flag: str) -> str:
         "--hierarchical-allreduce": _BY_ITSELF,
         "--hierarchical-allgather": _BY_ITSELF,
         "--torus-allreduce": _NCCL_CHOOSES,
-        "--num-nccl-streams": "each group of ranks has a communicator and a stream of its own",
+        "--num-nccl-streams": "each group of ranks has a separate communicator and stream",
     }.get(flag, "workers do not use MPI")
 
 

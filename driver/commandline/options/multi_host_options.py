@@ -205,7 +205,9 @@ def _forwarded(exported: list[str], environ: Mapping[str, str]) -> dict[str, str
     """Return the driver's environment variables that are passed to the workers on all hosts."""
     missing = [name for name in exported if name not in environ]
     if missing:
-        raise Invalid(f"--export names variables that are not set: {','.join(missing)}")
+        raise Invalid(
+            f"--export names variables that are not set: {','.join(missing)}. Set them, or omit them from --export"
+        )
     names = {*exported, *(name for name in environ if FORWARDED.fullmatch(name))}
     return {name: environ[name] for name in sorted(names)}
 

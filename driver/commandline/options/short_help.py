@@ -16,7 +16,7 @@ Run a training script on several workers; keep training when workers fail or joi
 workers
   -np N                        number of workers; elastic: the default of --min-np and --max-np
   --min-np N                   smallest number of workers to continue with; makes the job elastic
-  --max-np N                   largest number of workers, also at the start (default: -np)
+  --max-np N                   maximum number of workers, including at startup (default: -np)
   --standbys N                 spare workers that replace a lost one immediately (default: 0)
   --reset-limit N              failures to survive before the job ends (default: no limit)
 hosts

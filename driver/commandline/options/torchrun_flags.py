@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "--local-addr --local_addr": (True, "omit it, and pass --network-interface"),
     "--rdzv-conf --rdzv_conf": (
         True,
-        "omit it; --elastic-timeout and --start-timeout bound the waits",
+        "omit it, or limit the waits with --elastic-timeout and --start-timeout",
     ),
     "--run-path --run_path": (False, "omit it: it is `python -m runpy`"),
     "-r --redirects": (True, _OUTPUT),
@@ -133,7 +133,7 @@ class TorchrunFlags:
     max_restarts: int | None = flag(
         "--max-restarts --max_restarts",
         "N",
-        "Elastic: same as --reset-limit. In a job of fixed size, it has no effect.",
+        "Same as --reset-limit; no effect in a job of fixed size.",
         whole(0),
     )
     rdzv_id: str | None = flag("--rdzv-id --rdzv_id", "NAME", "Same as --job.")
@@ -159,7 +159,9 @@ class TorchrunFlags:
         whole(1),
     )
     module: bool = switch("-m --module", "Run the program as a Python module.")
-    no_python: bool = switch("--no-python --no_python", "Run the program without python.")
+    no_python: bool = switch(
+        "--no-python --no_python", "Run the program directly, without the Python interpreter."
+    )
 
 
 def translated(options: Options, cores: int, gpus: int) -> Options:

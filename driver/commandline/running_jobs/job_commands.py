@@ -115,7 +115,9 @@ class CommandOptions(Options):
         "--lines", "N", "Number of log lines to print (default: 100).", whole(1)
     )
     off: bool = switch("--off", "Undo: allow workers on the host again.")
-    wait: float | None = flag("--wait", "S", "Wait up to S seconds until N workers train.", seconds)
+    wait: float | None = flag(
+        "--wait", "S", "Wait up to S seconds for N workers to train.", seconds
+    )
     journal: str | None = flag("--journal", "FILE", "Select the job that writes this journal.")
     ray: bool = switch("--ray", "Select a detached job on the Ray cluster at RAY_ADDRESS.")
 
@@ -301,11 +303,11 @@ def _scale(client: JobClient, words: Sequence[str], options: CommandOptions) -> 
         job = json.loads(client.ask(messages.AskStatus).data)["set"]["job"]
         if job["size"] == workers and job["phase"] == "training":
             took = time.monotonic() - began
-            print(f"job {client.job.name}: {workers} workers train after {took:.1f} s")
+            print(f"job {client.job.name}: {workers} workers are training after {took:.1f} s")
             return 0
         time.sleep(0.1)
     print(
-        f"job {client.job.name}: {job['size']} of {workers} workers train after {options.wait:g} s",
+        f"job {client.job.name}: only {job['size']} of {workers} workers are training after {options.wait:g} s",
         file=sys.stderr,
     )
     return 1

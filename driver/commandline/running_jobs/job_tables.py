@@ -92,7 +92,9 @@ def status(state: State, *, most: int = SHOWN) -> list[str]:
 
 def _quarantined(each: dict[str, Any]) -> str:
     evidence = because(ReasonKind.MISCOMPUTED, **each)
-    return f"{each['place']} is quarantined: of the worker of {each['slot']}, {evidence}"
+    return (
+        f"{each['place']} is quarantined because of the worker in slot {each['slot']}: {evidence}"
+    )
 
 
 def job_row(

@@ -60,8 +60,8 @@ def other_horovod() -> str | None:
     if found is None:
         return None
     return (
-        f"Horovod {found} is installed here too, and `import horovod` finds only one of the two;"
-        " remove it with: pip uninstall horovod"
+        f"Horovod {found} is also installed here, and `import horovod` finds only one of the two; remove it"
+        " with: pip uninstall horovod"
     )
 
 
@@ -74,7 +74,7 @@ def other_elastic() -> str | None:
     if found is None:
         return None
     return (
-        f"the package elastic {found} (elastic constants) is installed here too, in the folder of hvd-elastic;"
+        f"the package elastic {found} (elastic constants) is also installed here, in the folder of hvd-elastic;"
         f" {remedy('elastic')}"
     )
 

@@ -128,7 +128,7 @@ def _health(host: HostFacts) -> Check:
     """Return the result of the built-in health check, which tests the CPUs and all GPUs."""
     if not host.health_code:
         return Check("health", Level.OK, host.health)
-    do = "do not train on this host until its hardware was tested or replaced"
+    do = "do not train on this host until its hardware has been tested or replaced"
     return Check("health", Level.FAIL, host.health, do)
 
 

@@ -68,7 +68,7 @@ def find_program(
         except ApiError as error:
             pods, why = [], f"pods of namespace {cluster.namespace} can't be listed: {error}"
             if error.why is ApiErrorKind.FORBIDDEN:
-                raise Invalid(f"{why}; grant list and watch of pods") from None
+                raise Invalid(f"{why}; grant the permissions list and watch for pods") from None
         if pods:
             return program_of(pods[0])
         if clock() >= deadline:

@@ -111,7 +111,7 @@ def key_of(secret: bytes) -> bytes:
 def _others(jobs: Sequence[JobRecord]) -> str:
     if jobs:
         return f"running: {_listed(jobs)}"
-    return "for a job that is led from elsewhere, pass --etcd HOST:PORT, --job NAME and --secret-file FILE"
+    return "for a job whose driver runs on another machine, pass --etcd HOST:PORT, --job NAME and --secret-file FILE"
 
 
 def _listed(listed: Sequence[JobRecord]) -> str:

@@ -422,7 +422,9 @@ class Worlds:
             s.stage in (WorkerStage.RETURNED, WorkerStage.FINISHED) for s in live
         )
         if self.phase is Phase.ENDING and returned and live[0].worker == self.members[0]:
-            self.actions.log("warning", f"{reason}, after all other workers had returned")
+            self.actions.log(
+                "warning", f"{reason}, after all other workers had returned from training"
+            )
             return
         self.break_up(reason, lost=True)
 

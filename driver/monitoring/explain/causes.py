@@ -229,7 +229,7 @@ def of_exit(event: WorkerExited, at: float, rank: int | None, *, connected: bool
     if event.reason and not connected and code >= 0:
         return Death(worker, at, Cause.NOT_STARTED, rank, code, event.reason, output, False)
     if event.cause is ExitCause.LOST_DRIVER:
-        what = "it had no driver any more"
+        what = "it had lost its driver"
         return Death(worker, at, Cause.DISCONNECTED, rank, code, what, trained=connected)
     summary, trace = last_exception(output)
     if summary and code > 0:

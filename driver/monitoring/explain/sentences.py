@@ -673,7 +673,7 @@ _ADVICE = {
         "Continue with fewer than {workers} (--min-np), or start more hosts, keep spares with --standbys, or wait"
         " longer with --elastic-timeout."
     ),
-    Advice.RESET_LIMIT: "Raise --reset-limit (it is {limit}), or leave it out.",
+    Advice.RESET_LIMIT: "Raise --reset-limit (currently {limit}), or omit it.",
     Advice.CALL_INIT: (
         "Call hvd.init() in the script, and train in a function under @elastic.run (elasticrun docs migration): no"
         " worker called init(), so each ran alone."
@@ -787,7 +787,7 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
         f"{_capital(counted(f['count'], 'checkpoint'))} {'was' if f['count'] == 1 else 'were'} written;"
         f" the newest contains {_commit(f)}."
     ),
-    FindingKind.DRIVERS: lambda f: f"{f['drivers']} drivers led the job, one after the other.",
+    FindingKind.DRIVERS: lambda f: f"The job had {f['drivers']} consecutive drivers.",
     FindingKind.STORE_SILENT: _store_silent,
     FindingKind.MORE_SILENCES: lambda f: (
         f"Later etcd stopped answering {counted(f['times'], 'more time')}."

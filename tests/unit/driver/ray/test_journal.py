@@ -561,7 +561,8 @@ async def test_outage_of_the_head_is_waited_for_and_logged_once():
         (
             3.2,
             "warning",
-            "Ray's head does not answer (RpcError: Deadline Exceeded); training continues, membership changes wait",
+            "Ray's head does not answer (RpcError: Deadline Exceeded); training continues, membership changes are"
+            " postponed",
         ),
         (round(sum(hours.pauses), 1), "info", "Ray's head answers again, after 9.2 s"),
     ]
