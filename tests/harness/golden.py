@@ -47,6 +47,9 @@ VOLATILE: list[tuple[str, str]] = [
     (re.escape(str(ROOT)), "ROOT"),
     # Of a frame in our own code: neither its line nor its source, nor what Pythons mark in it.
     (r'(File "ROOT/[^"]+", line )\d+(, in [^\n]+)(?:\n    [^\n]*)*', r"\1N\2"),
+    # Python 3.13 shows the source of python -c.
+    (r'(File "<string>", line \d+, in [^\n]+)(?:\n    [^\n]*)*', r"\1"),
+    (r"(?:lstat: )?embedded null (?:byte|character in path)", "embedded null"),
     (r"\b(\w+\.py:)\d+(?= )", r"\1N"),  # of a record of logging
     (r"\b(elastic-[a-z]+-)\d{8}-\d{6}-[0-9a-f]{6}\b", r"\1RANDOM"),
     (r"\b(elastic-[a-z]+-)\w{8}\b", r"\1RANDOM"),

@@ -85,7 +85,10 @@ class Text(str):
         ([torch.tensor(1), {"x": np.float64(2)}], [1, {"x": 2.0}]),
         ("\ud800 is not text", "? is not text"),
     ],
-    ids=lambda value: f"{type(value).__name__} {value!r}"[:30],
+    # Python 3.12 changed the repr of an OrderedDict.
+    ids=lambda value: (
+        f"{type(value).__name__} {dict(value) if isinstance(value, dict) else value!r}"[:30]
+    ),
 )
 def test_what_is_like_a_plain_value_becomes_one(given_, comes_out):
     [value] = come_out({"x": given_}).values()
