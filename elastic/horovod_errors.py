@@ -1,11 +1,11 @@
-"""Horovod's exceptions, and forms of this package's interruptions that scripts written for Horovod can catch.
+"""Horovod's exceptions, and subclasses of ``PeerLost`` and ``WorldChanging`` that are also Horovod exceptions.
 
 Pure: no I/O, no clock.
 
-In a script that only imports `elastic`, interruptions are ``PeerLost`` and ``WorldChanging``, which are not caught by
-accident. A script that imports Horovod's names may contain ``except HorovodInternalError:``, to log, clean up or retry.
-In such scripts, the interruptions that are raised are also subclasses of Horovod's exceptions. Importing this module
-changes nothing. The ``horovod`` package calls `raise_as_horovod`.
+A script that imports only `elastic` receives plain ``PeerLost`` and ``WorldChanging``, which ``except
+HorovodInternalError:`` does not catch. A script that imports Horovod's names may contain this clause, to log, clean up
+or retry, so it receives the subclasses. Importing this module does not enable them. The ``horovod`` package enables
+them by calling `raise_as_horovod`.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class EtcdClient:
                         yield dict(items)
             except Rejected as error:
                 if not refused:
-                    self._log("warning", f"etcd denies reading {key}: {error}; retrying")
+                    self._log("warning", f"etcd denied a read of {key}: {error}; retrying")
                 refused = True
                 await self._members.failed(error, connection)
             except Unavailable as error:

@@ -112,7 +112,11 @@ class ServedRuntime(WorkerRuntime):
         lifecycle.init()
 
     def first_world(self) -> None:
-        """Enter a world in ``init()``. If the call was cancelled, the other ranks may already be regrouping."""
+        """Join the first world, in ``init()``.
+
+        Raises:
+            CollectiveFailed: the request of this ``init()`` was cancelled, and the other ranks may already regroup.
+        """
         regroupings = self._regroupings
         if not regroupings.ahead:
             if self._served.recovery.phase is Phase.TRAINING:

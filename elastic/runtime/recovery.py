@@ -396,10 +396,10 @@ class Recovery:
         return self.newest
 
     def goes_back(self) -> Commit | None:
-        """Return the commit from which the current world begins if it is older than the newest one, which may be wrong;
-        else None.
+        """Return the current world's commit if it is older than this rank's newest commit; else None.
 
-        A rank that holds a copy of this commit restores it and calls `went_back`.
+        The world begins from an older commit if the newest one may be wrong. A rank that holds a copy of the older
+        commit restores it and calls `went_back`.
         """
         commit = None if self.world is None else self.world.commit
         return commit if commit is not None and (self.newest or commit) > commit else None

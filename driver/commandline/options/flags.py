@@ -240,7 +240,7 @@ class CommunicationFlags:
     islands: str | None = flag(
         "--islands",
         "RULES",
-        "Islands of elastic.island_group(): host (each host is an island), or NAME=HOST,HOST;NAME=HOST with patterns"
+        "Islands for elastic.island_group(): host (one per host), or NAME=PATTERN,PATTERN;NAME=PATTERN"
         " (default: ELASTIC_ISLANDS, or host).",
         islands,
         variable="ELASTIC_ISLANDS",
@@ -542,7 +542,7 @@ class OutputFlags:
     log_level: str | None = flag(
         "--log-level",
         "LEVEL",
-        f"Lowest level to log: {', '.join(LOG_LEVELS)} (default: INFO, or HOROVOD_LOG_LEVEL).",
+        f"Lowest level to log: {', '.join(LOG_LEVELS)} (default: HOROVOD_LOG_LEVEL, or INFO).",
         log_level,
         variable="HOROVOD_LOG_LEVEL",
         keys=("logging.level",),

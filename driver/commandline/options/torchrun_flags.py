@@ -140,12 +140,12 @@ class TorchrunFlags:
     rdzv_backend: str | None = flag(
         "--rdzv-backend --rdzv_backend",
         "WHICH",
-        "Rendezvous backend: etcd or etcd-v2 (--rdzv-endpoint is --etcd); c10d, static: no effect.",
+        "Rendezvous backend: etcd or etcd-v2; c10d and static have no effect.",
     )
     rdzv_endpoint: str | None = flag(
         "--rdzv-endpoint --rdzv_endpoint",
         "HOST:PORT",
-        "With --rdzv-backend etcd: same as --etcd; otherwise no effect.",
+        "Same as --etcd if --rdzv-backend is etcd or etcd-v2; otherwise no effect.",
     )
     master_addr: str | None = flag(
         "--master-addr --master_addr",

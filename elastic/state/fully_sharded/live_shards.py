@@ -239,7 +239,7 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
         return is_dtensor(parameter)
 
     def bytes_to_come(self) -> int:
-        return 0  # Rows of shards are received into separate memory.
+        return 0  # The resharding allocates the memory for received rows.
 
     def live_shards(self) -> dict[str, LiveShard]:
         _, tensors = super().pack()

@@ -74,7 +74,7 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
         return structure, {}
 
     def bytes_to_come(self) -> int:
-        return 0  # Entries are received into separate memory.
+        return 0  # The resharding allocates the memory for received entries.
 
     def live_shards(self) -> dict[str, LiveShard]:
         optimizer = self.value
