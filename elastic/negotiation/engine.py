@@ -79,7 +79,7 @@ class Engine:
         self._caches: dict[Members, ResponseCache[Pending]] = {}
         self._fresh: set[Members] = set()  # process sets with unsent requests
         self._unnamed: dict[tuple[Members, str], int] = {}
-        self._joins = 0  # number of completed ``join()`` calls of all ranks
+        self._joins = 0  # number of times that all ranks of the world have joined
         self._undecided = 0
         self._listener: Callable[[Request], None] | None = None
         self._unheard: list[Request] = []  # notifications not yet passed to the listener
@@ -96,7 +96,8 @@ class Engine:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._nudged = False
         self._left = False
-        # whether a batch of decisions is being processed, so that an interruption would lose some of them
+        # whether requests or decisions were taken from a queue and not passed on yet, so that an interruption would
+        # lose them
         self._midway = False
         self._thread: threading.Thread | None = None
 

@@ -40,7 +40,7 @@ class MessageTable:
         return self.entries[number].request.name
 
     def with_known_numbers(self, rank: int, known: int) -> list[Request]:
-        """Return the requests for which the bits in ``known``, numbers of the previous epoch, stand."""
+        """Return the requests that the bits in ``known``, cache numbers of the previous epoch, represent."""
         position = self.members.index(rank)
         return [self.before[number].asked_by(position) for number in bits(known)]
 
@@ -133,8 +133,9 @@ class MessageTable:
         self.unaware = set(self.members)
 
     def watch(self, name: str) -> None:
-        """Mark this name's cache number. If it is still marked at the next stall check, the collective has not run
-        since.
+        """Mark this name's cache number until the next stall check.
+
+        A number that is still marked then belongs to a collective that has not run in the meantime.
         """
         if name in self.numbers:
             self.watched |= 1 << self.numbers[name]

@@ -214,8 +214,8 @@ class ProcessSetTable:
 
         Return a log message for each change that users should know about.
 
-        A new worker ran the script with a provisional world size, so it may have registered a set with other ranks than
-        the world's set of the same ID. That set then takes the ranks of the world's set.
+        A new worker has run the script with a provisional world size, so it may have registered a set with other ranks
+        than the world's set of the same ID. Its set then gets the ranks of the world's set.
         """
         world = msgspec.json.decode(text, type=_Table)
         own = {entry.ranks: entry for entry in self.entries()}

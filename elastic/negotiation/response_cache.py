@@ -20,7 +20,7 @@ class PendingRequest(Protocol):
     equal.
     """
 
-    key: Hashable  # cache key of the request, computed when it is first needed
+    key: Hashable  # cache key of the request, set when the request is offered in full or gets a cache number
 
     @property
     def name(self) -> str: ...

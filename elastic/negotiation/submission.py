@@ -54,8 +54,9 @@ _callers: Members = None
 
 @contextlib.contextmanager
 def among(callers: Members) -> Iterator[None]:
-    """Restrict collectives over the whole world to the ranks in ``callers``, within a context. All of them run the same
-    code.
+    """Context manager that restricts collectives over the whole world to the ranks in ``callers``.
+
+    All of these ranks must run the same code.
     """
     global _callers
     _callers = callers
@@ -291,7 +292,9 @@ def _to_engine(rt: context.Context, pending: Pending, soon: bool) -> None:
 
 
 def _splits(splits: torch.Tensor | Sequence[int] | None, rows: int) -> list[int] | None:
-    """Validate the number of rows for each rank, and return it, or None. The caller checks the number of entries.
+    """Validate the numbers of rows for the ranks, and return them as a list. Return None if ``splits`` is None.
+
+    The caller checks the number of entries.
 
     Raises:
         ValueError: an entry is negative, or the sum exceeds ``rows``.

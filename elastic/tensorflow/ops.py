@@ -564,7 +564,10 @@ def _differentiable(tensor: tf.Tensor) -> bool:
 def _of_floating(
     compute: Any, gradients: Sequence[tf.Tensor], given: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Apply ``compute`` to the gradients of floating-point and complex tensors, which are the same on all ranks."""
+    """Apply ``compute`` to the gradients of floating-point and complex tensors.
+
+    The choice depends only on dtypes, so it is the same on all ranks.
+    """
     chosen = [_differentiable(tensor) for tensor in given]
     made = iter(
         compute([tf.convert_to_tensor(g) for g, use in zip(gradients, chosen, strict=True) if use])
