@@ -94,7 +94,7 @@ class AdasumDistributed(WrappedOptimizer):
         self._reducer.discard()
 
     def _step_alone(self, closure: Callable[[], Any] | None) -> Any:
-        """Call ``step`` of the wrapped optimizer. If a GradScaler has found non-finite gradients, skip it."""
+        """Call ``step`` of the wrapped optimizer, unless a GradScaler has found non-finite gradients."""
         if closure is not None:
             closure = self._forgetting(closure)
         if self._sparse_as_dense:

@@ -70,7 +70,7 @@ class GradientBucket(Protocol):
     scales: Scales
 
     def wire(self) -> BucketSpec:
-        """Description of the buffer that is sent."""
+        """Return the description of the buffer that is sent."""
 
     def fill(self, position: int, *, watch: bool) -> None:
         """Copy the gradient of ``parameters[position]`` into the bucket, or zeros if it has none.
@@ -110,7 +110,7 @@ class GradientBucket(Protocol):
         """
 
     def discard(self, position: int) -> None:
-        """Remove the gradients of filled positions from their parameters, because they may be partially reduced."""
+        """Remove a parameter's gradient if it was filled into the bucket, because it may be partially reduced."""
 
     def drop(self) -> list[Work]:
         """Abandon the reduction. Return its works that may still be running."""
@@ -144,7 +144,7 @@ class FlatBucket:
         self._wires = _views(self._wire, parameters, offsets)
         # buffer to send, in which complex numbers are viewed as pairs of real numbers
         self._sent = _real(self._wire)
-        # leading elements of the reduced buffer, to check for infinite values
+        # leading elements of the reduced buffer, which are checked for infinity and NaN
         self.sample = self._sent[: min(elements, SAMPLE)]
         self._flat, self._views = self._wire, self._wires
         self._in_place = wire_dtype == dtype

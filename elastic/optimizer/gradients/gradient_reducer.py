@@ -119,9 +119,9 @@ class GradientReducer:
         self._own: tuple[
             int, ...
         ] = ()  # 1 for each parameter that requires a gradient on this rank, 0 for others
-        # 1 for each parameter that requires a gradient on any rank, as the ranks have agreed
+        # `_own` at the last agreement, or the trained parameters of a plan that this rank has adopted
         self._told: tuple[int, ...] = ()
-        # whether the parameters that this rank trains differ from the agreed ones
+        # whether `_own` differs from `_told`, so that the ranks must agree on another plan
         self._changing = False
         # plan with which this step replaces the agreed plan, or None
         self._next: GradientPlan | None = None

@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic.rendezvous import environment
 
-# if all gradients together are smaller than this many bytes, nothing is tuned
+# minimum total size of the gradients in bytes; malloc is not tuned for smaller ones
 LARGE_BYTES = 1 << 20
 # The maximum of glibc's own dynamic threshold. A fixed threshold below it would be worse than the default.
 LEAST_THRESHOLD = 32 << 20
