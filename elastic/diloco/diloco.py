@@ -246,7 +246,7 @@ class DiLoCo:
                 tokens since the last merge. Default: all islands have equal weights. Pass it on all workers or on none.
 
         Raises:
-            PeerLost: the world failed, and this object is not in a state.
+            PeerLost: the world failed, and this object is not part of a state.
             StateMismatch: the inner parameters of this island's workers differ.
             Invalid: the tokens are negative, not finite, or passed in some steps only, or ``dtype`` is float16, which
                 weighted changes can exceed.

@@ -328,7 +328,7 @@ class Ready(Message):
     # address, already bound, at which this worker would serve the generation's store as rank 0
     store: Address
     layout: str = ""  # digest of the state's layout, empty before elastic.run
-    running: bool = True  # whether the worker has called elastic.run; False in init()
+    running: bool = True  # whether the worker is inside elastic.run; False in init()
     # number of times that this process has waited for a world; a delayed Ready with a smaller number is ignored
     number: int = 0
     # shards that the worker holds, or None if its state is not sharded

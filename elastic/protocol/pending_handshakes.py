@@ -1,7 +1,7 @@
 """Limits on the number and age of a listener's unauthenticated connections. Pure: no I/O, no clock.
 
-Any peer may connect. At the limit, the oldest unauthenticated connection is closed and the new one accepted, because a
-legitimate peer authenticates quickly.
+Peers may open any number of connections. At the limit, the oldest unauthenticated connection is closed and the new one
+accepted, because a legitimate peer authenticates quickly.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class TraceFile:
 
     def _put(self, text: bytes, at: int) -> None:
         written = os.pwrite(self._fd, text, at)
-        if written != len(text):  # An error due to a full disk is raised again at the next write.
+        if written != len(text):  # The system would report the full disk only at the next write.
             raise OSError(
                 errno.ENOSPC, f"no space left on the device after {written} of {len(text)} bytes"
             )

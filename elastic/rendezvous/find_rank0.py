@@ -300,8 +300,8 @@ def _bind_host(way: ByAddress | ByTorchelasticStore | ByFile | ByStore) -> str:
 def numeric(host: str) -> str:
     """Resolve MASTER_ADDR to a numeric address.
 
-    If a host resolves its own name to a loopback address, as on Debian, return its network address instead, which other
-    hosts can reach. Raises Invalid if ``host`` cannot be resolved.
+    If this host resolves its own name to a loopback address, as on Debian, return its network address instead, which
+    other hosts can reach. Raises Invalid if ``host`` cannot be resolved.
     """
     try:
         rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

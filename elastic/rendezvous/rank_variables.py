@@ -58,8 +58,8 @@ def stale(
 ) -> list[VariableRead]:
     """Return those ``reads`` whose variable had, when this worker started, another value than it has for ``place``.
 
-    On rank 0, LOCAL_RANK is expected to be 0, because scripts assume that the worker with LOCAL_RANK 0 is the first
-    one.
+    Reads of LOCAL_RANK are included only on rank 0, and only if its slot is not 0: scripts take the worker with
+    LOCAL_RANK 0 for the first one.
     """
     values = of(place)
     values[SLOT] = "0" if place.rank == 0 else environ_at_start.get(SLOT, "")
@@ -73,8 +73,8 @@ def stale(
 def reads_in(file: str, text: str) -> Iterator[VariableRead]:
     """Yield the lines of a source file that may use a value from an earlier world.
 
-    These are lines that assign the environment variable RANK or WORLD_SIZE, or that test LOCAL_RANK or a Python
-    variable of that name.
+    These are lines that assign the value of RANK or WORLD_SIZE from the environment to a Python variable, or that test
+    LOCAL_RANK or a Python variable of that name.
     """
     if not any(f"{quote}{name}{quote}" in text for name in _READ for quote in "'\""):
         # Skip most files without parsing them: parsing takes milliseconds, during which other ranks wait.

@@ -316,7 +316,7 @@ class SealedServer:
         """Stop serving, after sending queued frames. Waits at most ``within_s`` seconds for the thread."""
         self._closed.set()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread from accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread from select
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(within_s)
 

@@ -275,7 +275,7 @@ class CommitLog:
         from_checkpoint: bool = False,
         shards: messages.ShardsPlaced | None = None,
     ) -> None:
-        """Begin a world in which the states of all members are equal. Later rollbacks return at most to this point.
+        """Begin a world in which the states of all members are equal. No later rollback goes back further than this.
 
         Args:
             copied_bytes: number of bytes of the state that this worker received.

@@ -64,7 +64,7 @@ class Departure:
         return session.recovers
 
     def ignore_children(self) -> None:
-        """Disable the script's handler of SIGCHLD until `watch_children`, because user code has ended.
+        """Disable the handler of SIGCHLD until `watch_children`, because user code has ended.
 
         torch's handler raises an exception for each exited loader worker, at an arbitrary point of the training thread.
         """
@@ -74,7 +74,7 @@ class Departure:
             self._ignore_children()
 
     def watch_children(self) -> None:
-        """Enable the script's handler of SIGCHLD again, before user code runs."""
+        """Enable the handler of SIGCHLD again, before user code runs."""
         self._reaped = _reaped()
         if self._before is not None:
             signal.signal(signal.SIGCHLD, self._before)

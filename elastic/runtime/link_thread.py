@@ -31,7 +31,7 @@ from elastic.runtime.worlds import DriverWorlds
 SPENT_S = 30.0
 # in a job of fixed size, seconds after SIGTERM in which the driver may request a last checkpoint
 STAY_S = 2.0
-# the same interval on rank 0; shorter, because its reports also contain the job's progress
+# SPENT_S on rank 0; shorter, because its reports also contain the job's progress
 FIRST_SPENT_S = 5.0
 
 

@@ -43,6 +43,7 @@ _WATCH_S = 1.0  # interval in seconds between checks of collectives that only GP
 _FORM_S = 0.5  # timeout in seconds at exit for groups that are being created; then they are aborted
 # purpose of the group for named collectives
 NAMED = "named"
+# purposes of groups that all ranks need in their first step if an earlier world has used them
 _AHEAD = frozenset({NAMED, GRADIENTS})
 
 GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, device type, ranks

@@ -35,7 +35,7 @@ from elastic.protocol.calls import Called
 from elastic.protocol.messages import Address, Commit, Message, Place
 from elastic.runtime.failures.error_excuse import ErrorExcuse
 
-# number of a commit that only one worker holds; larger than the number of any safepoint
+# base of the numbers of commits that only one worker holds (its rank is subtracted); larger than any safepoint's number
 ALONE = 10**9
 
 
@@ -89,8 +89,8 @@ class Recovery:
     step_input: bytes = b""  # step input of the world that was training when this worker joined
     world: messages.World | None = None
     running: bool = False  # whether the worker is inside elastic.run
-    # whether the worker is in a second or later training, after which no other world follows, or was when its world
-    # failed
+    # whether the worker is in a second or later training, which no other world follows; stays True if the world of that
+    # training has failed
     again: bool = False
     # whether the worker waits as a standby, because the world has its maximum size
     stands_by: bool = False

@@ -70,7 +70,7 @@ def set_handler_registry(registry: Registry) -> None:
 
 
 def handler_for(name: str, value: Any) -> StateHandler | None:
-    """Return a new handler for ``value``, or None if no handler supports its type."""
+    """Return a new handler for ``value``, or None if no handler supports its type. A `Part` also saves the value."""
     unsupported_sharding.check_value(name, value)
     for kind, handler in get_handler_registry():
         if isinstance(as_written(value), kind):

@@ -99,7 +99,8 @@ class CpuGroup:
         ranks = Topology(plan.hosts, self._rank)
         peers = ranks.inter_node_ranks
         inter_node = self._gloo(peers.index(self._rank), len(peers)) if peers else None
-        # If hosts have different numbers of ranks, possibly a single one, leaders send whole tensors instead of shares.
+        # If hosts have different numbers of ranks, for example some a single one, leaders send whole tensors instead
+        # of shares.
         group = HierarchicalCollectives(ranks, host, inter_node)
         self._adopt(group)
         try:

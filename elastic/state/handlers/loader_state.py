@@ -1,4 +1,4 @@
-"""Handler of a data loader, for its position."""
+"""Handler of the position of a data loader."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LoaderStateHandler(DictPart):
         self.deals_again()
 
     def deals_again(self) -> bool:
-        """Like `reset`, adapt the loader to a change of the world.
+        """Adapt the loader to a change of the world, like `reset`.
 
         Returns whether the batches since the last optimizer step will be distributed again in the new world.
         """
