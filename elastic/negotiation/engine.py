@@ -1,6 +1,4 @@
-"""Negotiation engine: agrees with the other ranks on the order of the script's collectives, and starts them in that
-order.
-"""
+"""Negotiation engine: agrees with the other ranks on an order of the collectives, and starts them in this order."""
 
 from __future__ import annotations
 
@@ -139,8 +137,9 @@ class Engine:
             self._nudge()
 
     def listen(self, listener: Callable[[Request], None]) -> None:
-        """Register a listener for notifications. From then on they are received even while no thread of the script
-        waits.
+        """Register a listener for notifications.
+
+        From then on they are received even while no thread of the script waits.
 
         Args:
             listener: called with each notification, including earlier ones, in the coordinator's order. It must neither
@@ -187,8 +186,9 @@ class Engine:
             line.wake()
 
     def reach(self) -> None:
-        """Connect to rank 0 before the first submission. Blocks. A connection error is raised by the first
-        collective.
+        """Connect to rank 0 before the first submission. Blocks.
+
+        A connection error is raised by the first collective.
         """
         with contextlib.suppress(CollectiveFailed), self._driving:
             if self._line is None and not (self._failure or self._resting):
@@ -236,8 +236,9 @@ class Engine:
             raise self.fail(error) from error
 
     def offer(self) -> None:
-        """Send queued requests while another thread drives the engine, and make that thread recheck its exit
-        condition.
+        """Send queued requests while another thread drives the engine.
+
+        Also makes that thread recheck its exit condition.
         """
         self._send_fresh()
         line = self._line
@@ -246,8 +247,9 @@ class Engine:
         self._tell()
 
     def drain(self, pending: Pending) -> None:
-        """Wait briefly, after the world has ended, for a decision that the driving thread may have received but not
-        carried out.
+        """Wait briefly for a decision that the driving thread may have received but not carried out.
+
+        Called after the world has ended.
         """
         until = time.monotonic() + DRAIN_S
         while not pending.decided and self._driving.locked() and time.monotonic() < until:
@@ -386,8 +388,9 @@ class Engine:
             return self._line
 
     def rules(self) -> list[bytes]:
-        """Return the settings that rank 0 publishes for connecting ranks. Thread-safe. Rank 0 need not have submitted
-        anything.
+        """Return the settings that rank 0 publishes for connecting ranks. Thread-safe.
+
+        Rank 0 need not have submitted anything.
         """
         return [encode_rules(self._local_controller().rules)]
 
@@ -444,10 +447,9 @@ class Engine:
             self._broken(reason)
 
     def fail(self, reason: str | CollectiveFailed) -> CollectiveFailed:
-        """Make current and future waits raise CollectiveFailed, and return that error. Only the first call has an
-        effect.
+        """Make current and future waits raise CollectiveFailed, and return that error.
 
-        Do not call this method in the link thread.
+        Only the first call has an effect. Do not call this method in the link thread.
         """
         failure = CollectiveFailed(reason) if isinstance(reason, str) else reason.again()
         self._failure = self._failure or failure

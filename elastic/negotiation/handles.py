@@ -75,10 +75,10 @@ class Handles:
             return handle
 
     def name(self, handle: int) -> str:
-        """Return the name of a handle's collective for messages: ``allreduce.loss``, for example, or ``allreduce`` if
-        unnamed.
+        """Return the name of a handle's collective for messages, such as ``allreduce.loss``.
 
-        Return an empty string if the collective is not in flight.
+        The name of an unnamed collective is its kind, such as ``allreduce``. Return an empty string if the collective
+        is not in flight.
         """
         claimed = self._claimed.get(handle)
         return claimed.shown if claimed is not None else ""

@@ -76,8 +76,9 @@ class MessageTable:
         return ranks
 
     def asked_by_all(self, name: str) -> dict[int, Request]:
-        """Return the requests of all ranks that have offered this name. Offers by cache number are converted to full
-        requests.
+        """Return the requests of all ranks that have offered this name.
+
+        Offers by cache number are converted to full requests.
         """
         number = self.numbers.get(name)
         if name not in self.waiting and number is not None:

@@ -112,8 +112,9 @@ class RequestList(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ResponseList(msgspec.Struct, frozen=True, array_like=True):
-    """Message from the coordinator: the collectives that all members must run next. Those given by cache number come
-    first.
+    """Message from the coordinator: the collectives that all members must run next.
+
+    Those given by cache number come first.
     """
 
     members: Members
@@ -149,8 +150,9 @@ def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
 
 
 def mismatch(requests: Mapping[int, Request]) -> str:
-    """Return a sentence that describes how the ranks' requests of the same name differ, or an empty string if they
-    match.
+    """Describe in a sentence how the ranks' requests of the same name differ.
+
+    Return an empty string if they match.
     """
     first = next(iter(requests.values()))
     if all(request == first for request in requests.values()):

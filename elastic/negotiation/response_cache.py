@@ -16,8 +16,9 @@ from elastic.negotiation.messages import Members, Request, RequestList, Response
 
 
 class PendingRequest(Protocol):
-    """Interface of a collective that this rank has submitted. Keys of two requests are equal iff the requests are
-    equal.
+    """Interface of a collective that this rank has submitted.
+
+    Keys of two requests are equal iff the requests are equal.
     """
 
     key: Hashable  # cache key of the request, set when the request is offered in full or gets a cache number
@@ -76,10 +77,10 @@ class ResponseCache(Generic[A]):
         return RequestList(self.members, self._epoch, bytes(known.rstrip(b"\0")), tuple(requests))
 
     def take(self, decision: ResponseList) -> Iterator[tuple[Response, A | None]]:
-        """Yield the collectives to run now, in order, each with this rank's submission, or with None if this rank has
-        joined.
+        """Yield the collectives to run now, in order, each with this rank's submission.
 
-        Exhaust the iterator before the next submission.
+        If this rank has joined, None takes the place of the submission. Exhaust the iterator before the next
+        submission.
         """
         if decision.epoch != self._epoch:
             self._epoch = decision.epoch

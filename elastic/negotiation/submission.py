@@ -216,8 +216,9 @@ def start_join() -> int:
 
 
 def join_noted(handle: int) -> bool:
-    """Return whether the coordinator has recorded this join. If so, it precedes any join that is submitted later on any
-    rank.
+    """Return whether the coordinator has recorded this join.
+
+    If so, it precedes any join that is submitted later on any rank.
     """
     found = _handles.find(handle, context.current())
     return found is None or found.pending.noted or found.pending.done()
