@@ -82,8 +82,9 @@ class DividedOptimizer(WrappedOptimizer):
         self._gather_memory = {}
 
     def take_own_entries(self) -> None:
-        """Cut the state entries of whole parameters, as in a plain optimizer's ``state_dict()``, to this rank's
-        elements.
+        """Cut state entries of whole parameters to this rank's elements.
+
+        A plain optimizer's ``state_dict()`` contains such entries.
         """
         for parameter, entries in self.state.items():
             own = rows_of(parameter.numel(), self._shard(), len(self.zero_order))
@@ -203,9 +204,7 @@ class DividedOptimizer(WrappedOptimizer):
         def views(
             shard: int, received: torch.Tensor
         ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            """Return pairs of tensors: a view of a parameter, and a view of the data for it received from a shard's
-            rank.
-            """
+            """Return views of parameters, and views of the data received for them from a shard's rank."""
             ours, theirs = [], []
             for each, room in zip(slices, received.split(sizes), strict=True):
                 rows = each.of(shard, len(flats[each.parameter]), shards)

@@ -1,5 +1,6 @@
-"""Options of gradient tapes and optimizers of frameworks other than torch. Only validates them; does not
-communicate.
+"""Options of gradient tapes and optimizers of frameworks other than torch.
+
+This module only validates them and does not communicate.
 """
 
 from __future__ import annotations

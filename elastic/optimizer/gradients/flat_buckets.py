@@ -95,8 +95,9 @@ class GradientBucket(Protocol):
         """
 
     def heard(self, op: Op) -> StepFlag:
-        """Return the reduced step flag of a bucket that contains one. Call `finish` first. Synchronizes with the
-        device.
+        """Return the reduced step flag of a bucket that contains one.
+
+        Call `finish` first. Synchronizes with the device.
         """
 
     def finish(self) -> int | None:
@@ -449,15 +450,17 @@ def wire_of(tensor: torch.Tensor) -> BucketSpec:
 
 
 def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides that autograd gives a parameter's gradient: those of a dense parameter, otherwise
-    contiguous ones.
+    """Return the strides that autograd gives a parameter's gradient.
+
+    These are the parameter's strides if it is dense, otherwise contiguous ones.
     """
     return torch.empty_like(parameter, device="meta").stride()
 
 
 def _real(wire: torch.Tensor) -> torch.Tensor:
-    """Return a flat view of a contiguous tensor. Complex numbers become pairs of real ones, which all backends can
-    reduce.
+    """Return a flat view of a contiguous tensor.
+
+    Complex numbers become pairs of real ones, which all backends can reduce.
     """
     return torch.view_as_real(wire).view(-1) if wire.is_complex() else wire
 

@@ -71,8 +71,9 @@ class GradientPlan:
         return self._options.lines(self.named, self._fusion_bytes)
 
     def own_order(self, ready: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Return the order of gradients that this rank proposes: the agreed order, or else that observed in this
-        step.
+        """Return the order of gradients that this rank proposes.
+
+        This is the agreed order, or else the order observed in this step.
         """
         count = len(self.slots)
         numbers = [self.slot_of[id(each)].number for each in ready if id(each) in self.slot_of]
@@ -83,8 +84,9 @@ class GradientPlan:
         )
 
     def train(self, trained: tuple[int, ...]) -> None:
-        """Set which parameters are trained: 1 for trained, 0 for others, by parameter. If this changes, discard the
-        buckets.
+        """Set which parameters are trained: 1 for trained, 0 for others, by parameter.
+
+        If this changes, discard the buckets.
         """
         if trained != self.trained:
             self._train(trained)

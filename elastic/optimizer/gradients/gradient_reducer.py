@@ -183,8 +183,9 @@ class GradientReducer:
         self._hooks.install(self._parameters.all())
 
     def discard(self) -> None:
-        """Abandon the current step: reset its counters, drop works in flight, and remove possibly corrupted
-        gradients.
+        """Abandon the current step.
+
+        Resets the step's counters, drops works in flight, and removes possibly corrupted gradients.
         """
         for slot in self._plan.slots:
             if slot.filled and slot.bucket is not None:
@@ -641,11 +642,11 @@ class GradientReducer:
         self._progress.usual = usual
 
     def _heed_change(self, world: Context) -> None:
-        """Agree on a new plan if the reduced step flag is CHANGE: a rank has changed which parameters require a
-        gradient.
+        """Agree on a new plan if the reduced step flag is CHANGE.
 
-        The step has reduced the parameters of the old plan. The new plan contains all parameters that any rank trains,
-        and this method reduces the gradients of the added ones.
+        The flag means that a rank has changed which parameters require a gradient. The step has reduced the parameters
+        of the old plan. The new plan contains all parameters that any rank trains, and this method reduces the
+        gradients of the added ones.
 
         Raises:
             StateMismatch: ranks have different parameters.
@@ -689,8 +690,9 @@ class GradientReducer:
         self._known_pass = -1
 
     def _twins(self) -> tuple[int, int]:
-        """Return how many reducers with equal parameter shapes were created before this one, and how many exist in
-        total.
+        """Return the index of this reducer among those with equal parameter shapes, and their number.
+
+        The index is the number of such reducers that were created earlier.
         """
         return self._twin, sum(other._kind == self._kind for other in reducers())
 

@@ -183,8 +183,9 @@ def _reduced(group: Collectives, buffer: torch.Tensor, layout: StepPlan) -> Work
 
 
 class JoinedRank:
-    """Participation of a joined rank in the steps of one plan. When other ranks take a step, the pending reduction of
-    the plan's first buffer completes.
+    """Participation of a joined rank in the steps of one plan.
+
+    When other ranks take a step, the pending reduction of the plan's first buffer completes.
     """
 
     def __init__(

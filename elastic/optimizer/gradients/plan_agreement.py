@@ -250,8 +250,9 @@ class PlanVerdict(NamedTuple):
 
     @property
     def again(self) -> bool:
-        """Return whether ranks must compare again in step(), because they have run backward passes of different
-        optimizers.
+        """Return whether ranks must compare again in step().
+
+        They must if they have run backward passes of different optimizers.
         """
         differ = not self.equal or (
             self.least.twin != self.greatest.twin and self.greatest.twins > 1
@@ -400,8 +401,9 @@ _of: weakref.WeakKeyDictionary[Any, tuple[int, dict[tuple[int, ...] | None, Plan
 
 
 def every(runtime: Any) -> dict[tuple[int, ...] | None, Plans]:
-    """Return the plans of the current generation, keyed by the ranks that share them. The key None means the whole
-    world.
+    """Return the plans of the current generation, keyed by the ranks that share them.
+
+    The key None means the whole world.
     """
     generation, plans = _of.get(runtime, (None, {}))
     if generation != runtime.generation:

@@ -17,9 +17,7 @@ from elastic.optimizer.sharded.buckets import ShardBucket
 
 
 class ShardSlot:
-    """Place of one trained parameter in a bucket, with the number of its remaining backward passes in the current
-    shard.
-    """
+    """Place of one trained parameter in a bucket, with its remaining backward passes in the current shard."""
 
     __slots__ = ("bucket", "number", "passes_left", "position")
 
@@ -67,8 +65,9 @@ class ShardPlan:
         memory.keep(max(self._in_memory, default=0), max(1, waiting) * sum(self._in_memory))
 
     def own_order(self, ready: Sequence[int]) -> tuple[int, ...]:
-        """Return the order of gradients that this rank proposes: the agreed order, or else that observed in this
-        step.
+        """Return the order of gradients that this rank proposes.
+
+        This is the agreed order, or else the order observed in this step.
         """
         count = len(self._trained)
         return (
@@ -76,8 +75,9 @@ class ShardPlan:
         )
 
     def take_order(self, order: tuple[int, ...]) -> None:
-        """Set the agreed order. If it differs from the previous one, move the gradients of the current step to new
-        buckets.
+        """Set the agreed order.
+
+        If it differs from the previous one, move the gradients of the current step to new buckets.
         """
         if order == self.order:
             return
