@@ -1,6 +1,4 @@
-"""Client side of a control connection's handshake, in which client and driver authenticate each other. Pure: no I/O, no
-clock.
-"""
+"""Client side of the handshake of a control connection, which authenticates both ends. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -27,8 +25,9 @@ class ClientHandshake:
         return bool(self._theirs)
 
     def answer(self, challenge: Any) -> bytes:
-        """Return the proof that answers the driver's challenge. Raises ProtocolError unless the driver has this
-        version.
+        """Return the proof that answers the driver's challenge.
+
+        Raises ProtocolError unless the driver has this version.
         """
         if not isinstance(challenge, Challenge):
             raise ProtocolError(

@@ -134,8 +134,9 @@ class Address(Value):
 
 
 class Times(Value):
-    """Time in seconds that a worker has spent on each activity. The sum is the time since the worker started. See
-    `elastic.monitoring.time_account`.
+    """Time in seconds that a worker has spent on each activity.
+
+    The sum is the time since the worker started. See `elastic.monitoring.time_account`.
     """
 
     training: Finite = 0.0
@@ -163,8 +164,9 @@ class Place(Value):
 
 
 class Launches(Value):
-    """Progress of a worker's GPU through the collectives of one group. All ranks of the group launch them in the same
-    order.
+    """Progress of a worker's GPU through the collectives of one group.
+
+    All ranks of the group launch them in the same order.
     """
 
     group: str  # ID of the group, equal on all its ranks
@@ -274,8 +276,9 @@ class Accepted(Message):
 
 
 class TurnedAway(Message):
-    """Driver's refusal of an authenticated peer, sent instead of Accepted. ``proof`` is the driver's proof over this
-    reason.
+    """Driver's refusal of an authenticated peer, sent instead of Accepted.
+
+    ``proof`` is the driver's proof over this reason.
     """
 
     reason: str
@@ -319,8 +322,9 @@ class StepInput(Message):
 
 
 class Ready(Message):
-    """Notice that this worker waits for a world. ``generation`` is the worker's last generation, or 0 if it had
-    none.
+    """Notice that this worker waits for a world.
+
+    ``generation`` is the worker's last generation, or 0 if it had none.
     """
 
     generation: int
@@ -353,8 +357,9 @@ class Failed(Message):
 
 
 class Stranded(Message):
-    """Notice that a collective failed outside ``elastic.run``, so this process cannot recover. For the fields, see
-    `Failed`.
+    """Notice that a collective failed outside ``elastic.run``, so this process cannot recover.
+
+    For the fields, see `Failed`.
     """
 
     generation: int
@@ -632,8 +637,9 @@ class TimelineUnwanted(Message):
 
 
 class CheckpointDue(Message):
-    """Request by rank 0 to make a commit durable on all ranks: the first one of this generation with at least this
-    ``number``.
+    """Request by rank 0 to make a commit durable on all ranks.
+
+    This is the first commit of this generation whose number is at least ``number``.
     """
 
     generation: int
@@ -867,8 +873,9 @@ class MakeDurable(Message):
 
 
 class CheckpointSoon(Message):
-    """Request for a final checkpoint, because the job is stopping or its machines are being preempted. Rank 0 starts
-    it.
+    """Request for a final checkpoint, because the job is stopping or its machines are being preempted.
+
+    Rank 0 starts it.
     """
 
     generation: int

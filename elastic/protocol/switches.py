@@ -25,8 +25,9 @@ def switch(env: Mapping[str, str], name: str, default: bool = False, words: str 
 
 
 def digests(env: Mapping[str, str]) -> bool:
-    """Return whether workers report digests of their commits. Raises Invalid if ELASTIC_DIGESTS has an invalid
-    value.
+    """Return whether workers report digests of their commits.
+
+    Raises Invalid if ELASTIC_DIGESTS has an invalid value.
     """
     if env.get("ELASTIC_DIGESTS") == TENSORS:
         return True

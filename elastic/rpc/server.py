@@ -321,8 +321,9 @@ class SealedServer:
             self._thread.join(within_s)
 
     def close_sockets(self) -> None:
-        """Close all of the server's descriptors in this process. In a forked child, this does not affect the parent's
-        connections.
+        """Close all of the server's descriptors in this process.
+
+        In a forked child, this does not affect the parent's connections.
         """
         for held in (self._listener, self._woken, self._waker, *list(self._callers)):
             held.close()

@@ -13,8 +13,9 @@ from types import TracebackType
 
 
 def leave_path(environ: MutableMapping[str, str]) -> None:
-    """Remove this folder from PYTHONPATH in ``environ``. For a preloaded process, that is the environment it
-    receives.
+    """Remove this folder from PYTHONPATH in ``environ``.
+
+    For a preloaded process, that is the environment it receives.
     """
     here = os.path.dirname(os.path.abspath(__file__))
     paths = environ.get("PYTHONPATH", "").split(os.pathsep)
