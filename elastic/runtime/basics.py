@@ -88,8 +88,7 @@ def shutdown() -> None:
 
 @contextlib.contextmanager
 def long_phase(name: str) -> Iterator[None]:
-    """Mark long work on one rank for which the other workers wait, such as an evaluation or a checkpoint. Context
-    manager.
+    """Context manager that marks long work of one rank for which the others wait, such as an evaluation.
 
     Inside the context, the worker is never treated as stuck, and the log periodically reports the worker and the name
     of the phase. A stopped or unreachable process is still killed. If the world fails in the meantime, the other
@@ -113,8 +112,9 @@ def long_phase(name: str) -> Iterator[None]:
 
 
 def is_initialized() -> bool:
-    """Return whether ``init()`` was called and ``shutdown()`` was not, in this process or the worker it was forked
-    from.
+    """Return whether ``init()`` was called and ``shutdown()`` was not.
+
+    In a forked child, the calls of the worker that it was forked from also count.
     """
     return lifecycle.position() is not None
 
@@ -157,8 +157,9 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a worker with the same local rank. Raises NotInitialized before
-    ``init()``.
+    """Return the number of hosts that have a worker with the same local rank.
+
+    Raises NotInitialized before ``init()``.
     """
     return lifecycle.place().cross_size
 

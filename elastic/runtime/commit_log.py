@@ -85,8 +85,9 @@ class CommitLog:
     # ---- commit() ------------------------------------------------------------------------------------------------
 
     def may_commit(self) -> None:
-        """Raise the world's error again if user code has caught it, because an interrupted step must not be
-        committed.
+        """Raise the world's error again if user code has caught it.
+
+        An interrupted step must not be committed.
         """
         self._session.raise_if_ended()
 
@@ -237,8 +238,9 @@ class CommitLog:
         self._session.account.committed(time.monotonic())
 
     def step_back(self, state: CommittedState) -> None:
-        """Restore the newest complete commit. An incomplete one is discarded, because no worker can continue from
-        it.
+        """Restore the newest complete commit.
+
+        An incomplete one is discarded, because no worker can continue from it.
         """
         if not state.valid():
             with self._session.lock:

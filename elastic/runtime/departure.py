@@ -99,8 +99,9 @@ class Departure:
             return excuse_error(self._session.recovery)
 
     def _ends_soon(self) -> bool:
-        """Return whether this worker or its job is about to end. If there were child processes, wait briefly for a
-        sign.
+        """Return whether this worker or its job is about to end.
+
+        If there were child processes, wait briefly for a sign.
         """
         session = self._session
         if (

@@ -1,10 +1,10 @@
-"""Notification of listeners about changes of the job's hosts, through their ``on_hosts_updated(timestamp,
-update_res)``.
+"""Notification of listeners about changes of the job's hosts.
 
-Every State under ``elastic.run`` is notified, and scripts may register their own objects. Listeners are notified when
-the list of hosts changes, and again when the driver prepares a planned change, before any worker stops for it. A
-notification has no effect on the change, which the driver coordinates: a State that was not notified stops at the same
-safepoint. The loss of a worker is reported by PeerLost, not by notifications.
+Their method ``on_hosts_updated(timestamp, update_res)`` is called. Every State under ``elastic.run`` is notified, and
+scripts may register their own objects. Listeners are notified when the list of hosts changes, and again when the driver
+prepares a planned change, before any worker stops for it. A notification has no effect on the change, which the driver
+coordinates: a State that was not notified stops at the same safepoint. The loss of a worker is reported by PeerLost,
+not by notifications.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def told(listener: HostUpdateListener) -> Iterator[None]:
 
 
 def tell(timestamp: float, result: HostUpdateResult) -> None:
-    """Notify all listeners. Runs in the thread that reads the driver's messages, so listeners should return
-    immediately.
+    """Notify all listeners.
 
-    If a listener raises an exception, it is printed, and the other listeners are still notified.
+    Runs in the thread that reads the driver's messages, so listeners should return immediately. If a listener raises an
+    exception, it is printed, and the other listeners are still notified.
 
     Args:
         timestamp: time of the change in seconds since 1970.

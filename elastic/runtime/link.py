@@ -160,8 +160,9 @@ class Link:
         self._client.socket.close()
 
     def close_in_forked_child(self) -> None:
-        """Close the descriptors that a forked child has inherited. Called in the child. The parent's connection stays
-        open.
+        """Close the descriptors that a forked child has inherited. Called in the child.
+
+        The parent's connection stays open.
         """
         self._closed = True
         self._client.socket.close()

@@ -1,8 +1,7 @@
-"""Process groups and rendezvous store of the current world. They are created at first use and aborted when the world
-fails.
+"""Process groups and rendezvous store of the current world.
 
-The link thread may abort them at any time. It takes no lock to do so, and thus never waits for the creation of a group.
-The callers determine the ranks of each group.
+They are created at first use and aborted when the world fails. The link thread may abort them at any time. It takes no
+lock to do so, and thus never waits for the creation of a group. The callers determine the ranks of each group.
 """
 
 from __future__ import annotations
@@ -50,8 +49,9 @@ GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, device type, ranks
 
 
 class DeferredCloser:
-    """Thread that closes the groups of previous worlds. Closing takes tens of milliseconds and must not delay a
-    step.
+    """Thread that closes the groups of previous worlds.
+
+    Closing takes tens of milliseconds and must not delay a step.
     """
 
     def __init__(self) -> None:
@@ -372,8 +372,9 @@ class Groups:
         return min((at for at in found if at is not None), default=None)
 
     def _watch(self) -> None:
-        """Call `followed_since` regularly. Used if there is no link thread: the training thread may be waiting inside
-        CUDA.
+        """Call `followed_since` regularly.
+
+        Used if there is no link thread: the training thread may be waiting inside CUDA.
         """
         while not self._closing.wait(_WATCH_S):
             self.followed_since()
@@ -408,10 +409,10 @@ class Groups:
                 )
 
     def retire(self) -> None:
-        """Close the groups of the previous world. The work runs in a separate thread, so that it does not delay
-        training.
+        """Close the groups of the previous world.
 
-        Called when the next world has formed: from then on, no member's GPU uses another member's memory.
+        The work runs in a separate thread, so that it does not delay training. Called when the next world has formed:
+        from then on, no member's GPU uses another member's memory.
         """
         with self._forming:
             made = dict(self._made)

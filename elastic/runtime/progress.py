@@ -114,9 +114,7 @@ class ProgressCounter:
         return due
 
     def next_look_s(self, now: float) -> float:
-        """Return for how many seconds the link thread may sleep without missing a wait that reaches `WAIT_S`
-        seconds.
-        """
+        """Return the seconds that the link thread may sleep without missing a wait of `WAIT_S` seconds."""
         inside, left_s = self.inside, WAIT_S - (now - self._since)
         return left_s if inside and 0 < left_s < LOOK_S else LOOK_S
 

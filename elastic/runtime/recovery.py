@@ -218,8 +218,9 @@ class Recovery:
         return self._end(messages.End(reason), reason)
 
     def reconnected(self) -> list[Action]:
-        """Return the messages to send on a connection that replaces a lost one, because the driver may not have
-        received them.
+        """Return the messages to send on a connection that replaces a lost one.
+
+        The driver may not have received them.
         """
         unanswered: list[Message] = [messages.Reconnected(self.generation, self._welcomed)]
         if self.leaving:
@@ -418,8 +419,9 @@ class Recovery:
         return self.verdict()
 
     def verdict(self) -> Verdict:
-        """Return what the training thread must do at the current safepoint. Called again after each wake-up of a
-        waiting thread.
+        """Return what the training thread must do at the current safepoint.
+
+        Called again after each wake-up of a waiting thread.
         """
         if self.phase is Phase.OVER:
             return Verdict.OVER

@@ -6,8 +6,9 @@ from elastic.protocol.messages import ShardsPlaced
 
 
 class Phases:
-    """Times at which a worker's recovery reached each phase: broken, raised, restored, ready, world, synced,
-    stepped.
+    """Times at which a worker's recovery reached each phase.
+
+    The phases are broken, raised, restored, ready, world, synced and stepped.
     """
 
     def __init__(self) -> None:

@@ -39,8 +39,9 @@ ENDED = (Phase.BROKEN, Phase.OVER)
 
 
 class Pulse:
-    """Detector of periods in which this process was stopped. The link thread calls it at each wake-up, at least once a
-    second.
+    """Detector of periods in which this process was stopped.
+
+    The link thread calls it at each wake-up, at least once a second.
     """
 
     def __init__(self) -> None:
@@ -124,8 +125,9 @@ class Session:
                     print(f"elastic: {waits}", file=sys.stderr)
 
     def resumed(self) -> None:
-        """Record a completed collective or local step. The first one of user code in a generation is reported to the
-        driver.
+        """Record a completed collective or local step.
+
+        The first one of user code in a generation is reported to the driver.
         """
         if self.alone or not self.recovery.running:
             return
@@ -184,10 +186,9 @@ class Session:
         return self.recovery.phase in ENDED
 
     def mark_broken(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> None:
-        """Report that a collective of this generation has failed. Aborts all other collectives, and notifies the
-        driver.
+        """Report that a collective of this generation has failed.
 
-        Thread-safe. Never raises.
+        Aborts all other collectives, and notifies the driver. Thread-safe. Never raises.
 
         Args:
             generation: generation of the collective.
@@ -272,9 +273,7 @@ class Session:
 
     @property
     def asked_to_leave(self) -> bool:
-        """Return whether LeaveRequested means that this worker leaves gracefully (exit code 0), not that the job has
-        failed.
-        """
+        """Return whether LeaveRequested means a graceful leave (exit code 0), and not a failure of the job."""
         over = self.recovery.over
         return isinstance(over, messages.Leave) and not over.fenced
 
@@ -285,8 +284,9 @@ class Session:
         return self.lost_driver or (isinstance(over, messages.Leave) and over.fenced)
 
     def pause(self) -> None:
-        """Leave the world in ``shutdown()``. Keeps groups until the next world or the exit, because peers may still use
-        them.
+        """Leave the world in ``shutdown()``.
+
+        Keeps groups until the next world or the exit, because peers may still use them.
         """
         self.groups.leave()
         self.account.begin("idle", time.monotonic())

@@ -30,8 +30,9 @@ class Training:
 
     @property
     def over(self) -> bool:
-        """Return whether the job's training has succeeded. Afterwards, no worker joins, and a loss is not recovered
-        from.
+        """Return whether the job's training has succeeded.
+
+        Afterwards, no worker joins, and a loss is not recovered from.
         """
         return not self._session.alone and self._session.recovery.finished
 
@@ -153,8 +154,9 @@ class Training:
             self._session.update(lambda recovery: recovery.quit(1, ""))
 
     def gave_up(self, reason: str) -> None:
-        """Report that this world has failed, because user code raised HorovodInternalError. All workers then form
-        another.
+        """Report that this world has failed, because user code raised HorovodInternalError.
+
+        All workers then form another.
         """
         self._session.mark_broken(self._session.recovery.generation, reason)
 

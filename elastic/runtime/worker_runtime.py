@@ -186,10 +186,9 @@ class WorkerRuntime:
         return Guard(self._groups, name)
 
     def mark_broken(self, generation: int, reason: str) -> None:
-        """Report that a collective of this generation has failed. Aborts all other collectives, and notifies the
-        driver.
+        """Report that a collective of this generation has failed.
 
-        Thread-safe. Never raises.
+        Aborts all other collectives, and notifies the driver. Thread-safe. Never raises.
         """
         self.session.mark_broken(generation, reason)
 
@@ -253,8 +252,9 @@ class WorkerRuntime:
         self.worlds.first()
 
     def pause(self) -> None:
-        """Leave the world in ``shutdown()``. Keeps groups until the next world or the exit, because peers may still use
-        them.
+        """Leave the world in ``shutdown()``.
+
+        Keeps groups until the next world or the exit, because peers may still use them.
         """
         self.session.pause()
 

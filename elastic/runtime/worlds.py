@@ -18,8 +18,9 @@ from elastic.runtime.session import Session
 
 
 class DriverWorlds:
-    """Entry into the worlds that the driver forms. All methods except `restate` must be called from the training
-    thread.
+    """Entry into the worlds that the driver forms.
+
+    All methods except `restate` must be called from the training thread.
     """
 
     def __init__(self, session: Session) -> None:
@@ -59,8 +60,9 @@ class DriverWorlds:
         return self._wait(layout, shards, kept)
 
     def restate(self) -> None:
-        """Send the layout and the step input again, to another driver or on another connection. Called in the link
-        thread.
+        """Send the layout and the step input again, to another driver or on another connection.
+
+        Called in the link thread.
         """
         for message in (self._layout, self._step_input):
             if message is not None:
@@ -78,8 +80,9 @@ class DriverWorlds:
         shards: messages.ShardsHeld | None = None,
         kept: Sequence[messages.KeptCommit] = (),
     ) -> messages.World:
-        """Report that this worker is ready, wait for a world and enter it. If no world follows, raise the reason as an
-        error.
+        """Report that this worker is ready, wait for a world and enter it.
+
+        If no world follows, raise the reason as an error.
         """
         session = self._session
         session.groups.make_room()
