@@ -168,9 +168,7 @@ def lines_of(mesh: Any) -> list[tuple[int, ...]]:
 
 
 def is_over_all(model: nn.Module, size: int, shard: int) -> bool:
-    """Return whether the mesh consists of all ``size`` ranks in ascending order, and this rank holds shard
-    ``shard``.
-    """
+    """Return whether the mesh has all ``size`` ranks in ascending order, and this rank holds shard ``shard``."""
     mesh = mesh_of(model)
     return bool(mesh.mesh.tolist() == list(range(size)) and mesh.get_local_rank() == shard)
 
@@ -313,8 +311,9 @@ def as_sharded(local: torch.Tensor, like: torch.Tensor, present: Any) -> Any:
 
 
 def by_rows(tensor: Any) -> bool:
-    """Return whether a DTensor is sharded along its first dimension by one mesh dimension, and replicated along any
-    other.
+    """Return whether a DTensor is sharded only along its first dimension, by one mesh dimension.
+
+    It must be replicated along any other mesh dimension.
     """
     from torch.distributed.tensor import Shard
 

@@ -16,8 +16,9 @@ from elastic.sharding.shard_inventory import WholeCommit
 
 
 class ReshardingMove(NamedTuple):
-    """Move of rows of a tensor from a shard on rank ``source`` to rank ``target``. If both are the same rank, nothing
-    is sent.
+    """Move of rows of a tensor from a shard on rank ``source`` to rank ``target``.
+
+    If both are the same rank, nothing is sent.
     """
 
     tensor: int  # index of the tensor in the layout

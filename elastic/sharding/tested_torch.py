@@ -1,5 +1,6 @@
-"""Versions of torch with which sharded training was tested. Sharded training uses private names of torch, which may
-change.
+"""Versions of torch with which sharded training was tested.
+
+Sharded training uses private names of torch, which may change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""State whose values may have handlers, such as models, optimizers and samplers. A value with a handler is a part (see
-`part`).
+"""State whose values may have handlers, such as models, optimizers and samplers.
 
-All parts are committed, restored and sent together. `TorchState` and the Keras states define which values they accept.
+A value with a handler is a part (see `part`). All parts are committed, restored and sent together. `TorchState` and the
+Keras states define which values they accept.
 """
 
 from __future__ import annotations
@@ -233,8 +233,9 @@ class HandledState(_OfThisProcess, ObjectState):
         return ShardedCommits(lambda: [*models, *optimizers, *partitioned], copies, shards, least)
 
     def _check_parameters(self) -> None:
-        """Check that the models of a sharded state have the same parameters as before, and that the optimizers train
-        only these.
+        """Check that the models of a sharded state have unchanged parameters.
+
+        Also checks that the optimizers train only these parameters.
 
         Raises:
             NotElastic: the parameters of a fully sharded model have changed, or an optimizer in the state trains
@@ -272,8 +273,9 @@ class HandledState(_OfThisProcess, ObjectState):
                 raise unsupported_sharding.refuse_replaced(part.name, other, which)
 
     def _notify_shards(self) -> None:
-        """Register the models' buffers and the gradient scalers with the state's `Shards`, which keep them equal on all
-        ranks.
+        """Register the models' buffers and the gradient scalers with the state's `Shards`.
+
+        The `Shards` keep them equal on all ranks.
         """
         for shards in self._shards():
             for value in self._referred():
@@ -381,8 +383,9 @@ class HandledState(_OfThisProcess, ObjectState):
                 self._random.save()
 
     def _save_shards(self, sharded: ShardedCommits, values: dict[str, Any]) -> None:
-        """Save the replicated values to two snapshot buffers alternately, like the shards: all ranks may have to
-        restore the previous commit.
+        """Save the replicated values to two snapshot buffers alternately, like the shards.
+
+        All ranks may have to restore the previous commit.
         """
         self._check_parameters()
         self._check_stepped()
@@ -675,10 +678,10 @@ class HandledState(_OfThisProcess, ObjectState):
         )
 
     def digest_tensors(self) -> dict[str, int]:
-        """Return the digest of each committed tensor, by name, such as ``model.0.weight`` or
-        ``optimizer.0.weight.exp_avg``.
+        """Return the digest of each committed tensor, by name.
 
-        The result is empty whenever `digest` would return 0.
+        Examples of names are ``model.0.weight`` and ``optimizer.0.weight.exp_avg``. The result is empty whenever
+        `digest` would return 0.
         """
         if not self.valid():
             return {}

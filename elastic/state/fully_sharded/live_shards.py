@@ -220,8 +220,9 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
         return structure, {name: each for name, each in tensors.items() if name not in sharded}
 
     def _check_values(self, values: dict[int, Any]) -> None:
-        """Raise Invalid if an entry that is not a tensor, such as a list, contains tensors that would have to be
-        resharded.
+        """Raise Invalid if an entry that is not a tensor contains tensors that would have to be resharded.
+
+        A list is an example of such an entry.
         """
         parameters = list(self.parameters()) if values else []
         for number, entries in values.items():

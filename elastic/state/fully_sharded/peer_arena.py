@@ -40,8 +40,9 @@ class ArenaOffer:
 
 
 def offer() -> ArenaOffer | None:
-    """Return the handle of this process's arena, or None with ELASTIC_NATIVE=0 or if the system does not permit mapping
-    it.
+    """Return the handle of this process's arena.
+
+    Return None with ELASTIC_NATIVE=0, or if the system does not permit mapping it.
     """
     mine = arena.mine()
     if mine is None:

@@ -178,8 +178,9 @@ class ShardBuffers:
         return self._copying is not None
 
     def order(self) -> None:
-        """Make the GPU's current stream wait until the copy has read the tensors. Must be called in the training
-        thread.
+        """Make the GPU's current stream wait until the copy has read the tensors.
+
+        Must be called in the training thread.
         """
         if self._copying is not None:
             self._copying[0].order()

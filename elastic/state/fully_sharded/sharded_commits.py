@@ -358,8 +358,9 @@ class ShardedCommits:
         return time.perf_counter() - began
 
     def _finish_copy(self) -> bool:
-        """Wait until this rank's shard of the newest commit is copied. Return whether the copies are valid on all
-        ranks.
+        """Wait until this rank's shard of the newest commit is copied.
+
+        Return whether the copies are valid on all ranks.
 
         Raises:
             CollectiveFailed: the group has failed.
@@ -385,8 +386,9 @@ class ShardedCommits:
     def _agree_and_mirror(
         self, group: Collectives, world: ShardedWorld, bank: ShardBuffers, valid: bool
     ) -> tuple[bool, list[Transfer], int]:
-        """Mirror the copies if they are valid on all ranks. Return whether they are, and the result of `_mirror`.
-        Collective.
+        """Mirror the copies if they are valid on all ranks. Collective.
+
+        Return whether they are, and the result of `_mirror`.
         """
         agreed = torch.tensor([valid], dtype=torch.int64, device="cpu")
         group.allreduce(agreed, Op.MIN).wait()
@@ -395,8 +397,9 @@ class ShardedCommits:
         return True, *self._mirror(group, world, bank)
 
     def _stop_mirroring(self) -> None:
-        """When the world has ended, record the newest commit as mirrored if this rank's transfers of it had
-        completed.
+        """Record the newest commit as mirrored if this rank's transfers of it had completed.
+
+        Called when the world has ended.
         """
         with contextlib.suppress(CollectiveFailed):  # the group has failed with its world
             if not self._finish_copy():
@@ -490,8 +493,7 @@ class ShardedCommits:
     def _mirror(
         self, group: Collectives, world: ShardedWorld, bank: ShardBuffers
     ) -> tuple[list[Transfer], int]:
-        """Start to send this rank's shard to the ranks that keep a copy of it, and to receive the shards that this rank
-        keeps.
+        """Start to send this rank's shard to the ranks that keep a copy, and to receive the shards that it keeps.
 
         Returns the transfers, and the number of bytes sent.
         """
@@ -540,8 +542,9 @@ class ShardedCommits:
 
     @property
     def placed(self) -> ShardsPlaced | None:
-        """Return the report to the driver about this rank's shard since the last change of the world, or None before
-        the first.
+        """Return the report to the driver about this rank's shard since the last change of the world.
+
+        Return None before the first change.
         """
         return self._rows_placed
 
@@ -695,6 +698,7 @@ class ShardedCommits:
         self, rt: WorkerRuntime, met: WorldInventory | None, specs: dict[str, RowSpec]
     ) -> dict[str, tuple[Rows, torch.Tensor]]:
         """Divide tensors from another source than the ranks' commits, such as a checkpoint, among this world's ranks.
+
         Collective.
 
         Args:

@@ -27,8 +27,9 @@ from elastic.state.snapshots.state_structure import plain
 
 @dataclass(frozen=True, kw_only=True)
 class EntrySpec(RowSpec):
-    """Specification of an entry that one rank holds entirely, for the parameter ``number``. Its rows are its
-    elements.
+    """Specification of an entry that one rank holds entirely, for the parameter ``number``.
+
+    Its rows are its elements.
     """
 
     partition: Partition

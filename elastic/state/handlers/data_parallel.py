@@ -190,8 +190,9 @@ def _number_reduced(model: DistributedDataParallel) -> int | None:
 
 
 def _forget(state: Any) -> None:
-    """Reset a hook's state, which refers to buckets that no longer exist. PowerSGD restarts on all ranks at the same
-    step.
+    """Reset a hook's state, which refers to buckets that no longer exist.
+
+    PowerSGD restarts on all ranks at the same step.
     """
     if type(state).__name__ == "PowerSGDState":
         state.iter = 0

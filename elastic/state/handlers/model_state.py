@@ -71,8 +71,9 @@ class ModelStateHandler(Part):
         return anatomy
 
     def seems_unchanged(self) -> bool:
-        """Return False if a gradient was replaced, because a custom optimizer may have stepped after that backward
-        pass.
+        """Return False if a gradient was replaced.
+
+        A custom optimizer may have stepped after that backward pass.
         """
         gradients = [
             (id(each), each._version, each.data_ptr() if plain(each) else 0)

@@ -44,8 +44,9 @@ class StateHandler:
 
 
 class Part(StateHandler):
-    """Handler whose value a `TorchState` commits at memory bandwidth, and sends in one transfer with all other
-    parts.
+    """Handler whose value a `TorchState` commits at memory bandwidth.
+
+    The value is sent in one transfer with all other parts.
     """
 
     def __init__(self, value: Any, name: str = "") -> None:
@@ -65,14 +66,16 @@ class Part(StateHandler):
         return []
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return a structure of Python values, which can be copied and pickled, and the detached live tensors by
-        name.
+        """Return a structure of Python values, and the detached live tensors by name.
+
+        The structure can be copied and pickled.
         """
         raise NotImplementedError
 
     def kept(self, structure: Any) -> set[str]:
-        """Return the names of tensors that need not be sent, because this worker already has their content. Default:
-        none.
+        """Return the names of tensors that need not be sent, because this worker already has their content.
+
+        Default: none.
 
         Args:
             structure: structure of the sender.
@@ -105,8 +108,9 @@ class Part(StateHandler):
     def destinations(
         self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
     ) -> dict[str, torch.Tensor | Destination]:
-        """Return the destination of each tensor. A tensor is received in place if there is a live one of the same
-        type.
+        """Return the destination of each tensor.
+
+        A tensor is received in place if there is a live one of the same type.
         """
         return dict.fromkeys(specs, Destination.NEW)
 
@@ -127,9 +131,7 @@ class Part(StateHandler):
         """Adapt the value to a change of the world."""
 
     def bytes_to_come(self) -> int:
-        """Return the estimated size in bytes of the CPU tensors that a joining worker has to allocate for received
-        values.
-        """
+        """Estimate the size in bytes of the CPU tensors that a joining worker must allocate for received values."""
         return 0
 
     def bytes_of_gradients(self) -> int:
@@ -137,8 +139,9 @@ class Part(StateHandler):
         return 0
 
     def build_step(self, step_input: bytes) -> None:
-        """Prepare a joining worker's first step before the worker reports ready. ``step_input`` describes the
-        batches.
+        """Prepare a joining worker's first step before the worker reports ready.
+
+        ``step_input`` describes the batches.
         """
 
     def digested(self) -> dict[str, torch.Tensor]:
@@ -237,8 +240,9 @@ class Part(StateHandler):
 
 
 class DictPart(Part):
-    """Handler of objects with ``state_dict()`` and ``load_state_dict()``, such as LR schedulers and gradient
-    scalers.
+    """Handler of objects with ``state_dict()`` and ``load_state_dict()``.
+
+    Examples are LR schedulers and gradient scalers.
     """
 
     def layout(self) -> list[str]:
