@@ -108,7 +108,8 @@ class ShareMean:
 class ApplyMean:
     """Action: apply the mean to its fragment.
 
-    If ``missed`` is true, the mean does not contain the change of this island."""
+    If ``missed`` is true, the mean does not contain the change of this island.
+    """
 
     fragment: int
     missed: bool = False

@@ -135,14 +135,16 @@ class DriverActor:
         return await self._in_loop(self._outcome())
 
     async def ready(self, count: int, within_s: float) -> str:
-        """Wait until ``count`` persistent workers serve calls. Return an empty string, or the reason why they do
-        not.
+        """Wait until ``count`` persistent workers serve calls.
+
+        Return an empty string, or the reason why they do not.
         """
         return await self._in_loop(self._ready(count, within_s))
 
     async def call(self, rank: int, blob: bytes) -> bytes:
-        """Send a request to a persistent worker. Return its answer, or an answer with the reason why the worker was
-        lost. See `elastic.ray.call_results`.
+        """Send a request to a persistent worker.
+
+        Return its answer, or an answer with the reason why the worker was lost. See `elastic.ray.call_results`.
         """
         assert self._starter is not None, "persistent workers have been started"
         return await self._in_loop(self._call(rank, blob))
@@ -371,8 +373,9 @@ def end_with_raylet() -> None:
 
 
 class RayProvider:
-    """Provider of Ray's nodes, placement groups and actors for the driver. See
-    `elastic.driver.job.provider.Provider`.
+    """Provider of Ray's nodes, placement groups and actors for the driver.
+
+    See `elastic.driver.job.provider.Provider`.
     """
 
     def __init__(

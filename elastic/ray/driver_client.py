@@ -167,8 +167,9 @@ class DriverClient:
     # ---- output and reports ------------------------------------------------------------------------------------------
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """Forward output and reports. Waits up to ``wait_s`` seconds for the first item, and returns whether there was
-        any.
+        """Forward output and reports.
+
+        Waits up to ``wait_s`` seconds for the first item, and returns whether there was any.
         """
         # Drop the pending request, because the next line sends it again with another timeout.
         self._telling = None

@@ -54,12 +54,11 @@ def run(
     placement_timeout: float = PLACEMENT_S,
     **options: Unpack[RayOptions],
 ) -> Result:
-    """Call ``train_fn(config)``, or ``train_fn()`` without a config, on workers of a Ray cluster, and wait for the
-    result.
+    """Call ``train_fn(config)`` on workers of a Ray cluster, and wait for the result.
 
-    ``min_workers`` or ``max_workers`` make the job elastic: it begins as soon as there are resources for
-    ``num_workers``, grows to ``max_workers`` as nodes join, and survives the loss of nodes. ``resources_per_worker``
-    uses Ray's units: by default one CPU, and one GPU with ``use_gpu``.
+    Without a config, ``train_fn()`` is called. ``min_workers`` or ``max_workers`` make the job elastic: it begins as
+    soon as there are resources for ``num_workers``, grows to ``max_workers`` as nodes join, and survives the loss of
+    nodes. ``resources_per_worker`` uses Ray's units: by default one CPU, and one GPU with ``use_gpu``.
 
     ``on_report`` receives the `elastic.report` calls of workers. ``on_output`` receives their output and the log, as
     the stream ("stdout" or "stderr") and bytes of whole lines up to 64 KiB. Both are called in this thread. With
@@ -321,8 +320,9 @@ class Executor:
         return list(self._calling.references(call_results.call(call_results.RUN, fn, args, kwargs)))
 
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Call ``fn(instance)`` on every worker, with the worker's instance of ``executable_cls``. Return the results
-        by rank.
+        """Call ``fn(instance)`` on every worker, with the worker's instance of ``executable_cls``.
+
+        Return the results by rank.
         """
         self._need_start("execute", fn)
         self._need_static("execute")

@@ -44,8 +44,9 @@ class Regroupings:
 
     @property
     def ahead(self) -> bool:
-        """Return whether the world was formed for a request that this rank has yet to handle. If so, its call is
-        cancelled.
+        """Return whether the world was formed for a request that this rank has yet to handle.
+
+        If so, its call is cancelled.
         """
         return self._met > self.number
 

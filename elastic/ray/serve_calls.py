@@ -45,8 +45,9 @@ class CallWorld(Protocol):
 
 
 class Calls:
-    """Connection through which calls arrive. The working thread calls `take`; another thread reads from the
-    connection.
+    """Connection through which calls arrive.
+
+    The working thread calls `take`; another thread reads from the connection.
     """
 
     def __init__(self, connection: socket.socket, call_off: Callable[[], None]) -> None:

@@ -84,15 +84,17 @@ class ServedRuntime(WorkerRuntime):
         return self.place.rank
 
     def settle(self) -> None:
-        """Wait, for a limited time, until the driver has received a call's reports. Called before the call's value is
-        sent.
+        """Wait, for a limited time, until the driver has received a call's reports.
+
+        Called before the call's value is sent.
         """
         if self.reporting is not None:
             self.reporting.settle()
 
     def call_off(self) -> None:
-        """Cancel the current call: blocking collectives raise an error. Thread-safe. Every rank must then call
-        `regroup`.
+        """Cancel the current call: blocking collectives raise an error. Thread-safe.
+
+        Every rank must then call `regroup`.
         """
         self._served.give_up(CALLED_OFF, self._regroupings.tell)
 

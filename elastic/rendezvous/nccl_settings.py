@@ -23,11 +23,10 @@ DEFAULTS = {
 
 
 def needed(connect_s: float) -> dict[str, str]:
-    """Return the environment variables that recovery requires: without them, an aborted communicator would end its
-    process.
+    """Return the environment variables that recovery requires.
 
-    With them, waiting for a communicator that does not connect ends after ``connect_s`` seconds; torch's default is
-    half an hour.
+    Without them, an aborted communicator would end its process. With them, waiting for a communicator that does not
+    connect ends after ``connect_s`` seconds; torch's default is half an hour.
     """
     return {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",

@@ -383,16 +383,18 @@ def _is_ours(value: object) -> bool:
 
 
 def _kept(sampler: object) -> list[str]:
-    """Return the attributes of a sampler, such as ``rank=1``, whose name and value match a rank or a size of the
-    world.
+    """Return the attributes of a sampler whose name and value match a rank or a size of the world.
+
+    An example is ``rank=1``.
     """
     values = getattr(sampler, "__dict__", {})
     return [f"{n}={values[n]}" for n in PLACES if isinstance(values.get(n), int)]
 
 
 def _follows(sampler: object) -> bool:
-    """Return whether the sampler follows the world: a torch sampler, or one that behaves like torch's
-    DistributedSampler.
+    """Return whether the sampler follows the world.
+
+    It does if it is a torch sampler, or behaves like torch's DistributedSampler.
     """
     own = type(sampler).__module__.startswith("torch.utils.data")
     return own or following_samplers.follows(sampler)

@@ -169,8 +169,9 @@ def check_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 def sizes(
     num_proc: int | None, least: int | None, most: int | None, parallelism: int
 ) -> tuple[int, int, int]:
-    """Return the initial, minimum and maximum number of workers. Raises Invalid if the arguments contradict each
-    other.
+    """Return the initial, minimum and maximum number of workers.
+
+    Raises Invalid if the arguments contradict each other.
     """
     given = {"num_proc": num_proc, "min_num_proc": least, "max_num_proc": most}
     for name, count in given.items():
@@ -219,8 +220,9 @@ def await_slots(cluster: Any, needed: int, within_s: float) -> None:
 
 
 def checked_environ(given: Mapping[str, str] | None) -> dict[str, str]:
-    """Validate additional environment variables, and return a copy. Raises Invalid if a name or a value is not
-    allowed.
+    """Validate additional environment variables, and return a copy.
+
+    Raises Invalid if a name or a value is not allowed.
     """
     from elastic.ray.arguments import check_environ
 
