@@ -59,7 +59,7 @@ class VoteResult(NamedTuple):
 def unit(held: Held, share: float) -> int:
     """Return the number of shards that are checked in the same step.
 
-    This is one per rank that has shards, or 1 if ``share`` is large.
+    This is one per rank that has shards if ``share`` requires fewer checks per step than that, and otherwise 1.
     """
     owners = sum(map(bool, held))
     return owners if share * sum(map(len, held)) < owners else 1

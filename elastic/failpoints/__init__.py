@@ -14,7 +14,7 @@ own places: ``failpoint("evaluation")``. The built-in places:
     optimizer-step    gradients are averaged; parameters are not changed yet
     zero-gather       zero=1: this rank has updated its part of the parameters, but lacks the other parts
     commit            a commit is about to be made
-    snapshot          a commit is being copied: one of several parts of the state is copied
+    snapshot          a part of the state was copied for a commit; other parts may follow
     hold              the worker waits at the safepoint of a planned change, or waits for the safepoint's number
     state-copy        state transfer: between the header and the tensors
     cut               the worker was notified that the world has ended; its collectives have not ended yet

@@ -211,7 +211,7 @@ class ProcessSetTable:
         return msgspec.json.encode(_Table(sets, self._next_number, self.largest)).decode()
 
     def adopt(self, text: str) -> list[str]:
-        """Replace the contents of this table by those of another worker's table, serialized with `text`.
+        """Replace the contents of this table with those of another worker's table, serialized with `text`.
 
         Return a log message for each change that users should know about.
 

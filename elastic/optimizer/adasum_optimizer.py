@@ -47,7 +47,7 @@ class AdasumDistributed(WrappedOptimizer):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step with this rank's gradients, then replace its deltas by the Adasum of all ranks' deltas. Collective.
+        """Step with this rank's gradients, then replace its deltas with the Adasum of all ranks' deltas. Collective.
 
         All ranks must call it the same number of times. A parameter without a gradient on this rank receives the deltas
         of other ranks. On an exception, the parameters keep their previous values.

@@ -67,7 +67,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._reducer.set_passes(passes)
 
     def gradient_layout(self, name: str) -> list[str]:
-        """Return this optimizer's part of the description of the state, as lines that must be equal on all ranks.
+        """Return this optimizer's lines of the state's layout, which must be equal on all ranks.
 
         See `elastic.optimizer.gradients.gradient_layout`.
         """

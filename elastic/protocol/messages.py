@@ -582,7 +582,7 @@ class Reported(Message):
     """
 
     number: int  # number of the report, counted per process from 1
-    # number of the first report that may not have been delivered; all earlier ones have been
+    # number of the first report that may not have been delivered; all earlier reports have been delivered
     oldest: int
     generation: int  # generation at the time of the report; rank and size are from the same time
     rank: int

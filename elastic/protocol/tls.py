@@ -88,7 +88,7 @@ class TlsEndpoint:
 
     Received bytes are passed to `feed`, and `due` returns the bytes to send. Not thread-safe.
 
-    Data to send that is passed before the handshake completes is sent afterwards.
+    Data that is passed for sending before the handshake completes is sent afterwards.
     """
 
     def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:

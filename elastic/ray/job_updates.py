@@ -17,7 +17,7 @@ AT_ONCE_BYTES = 1 << 20
 
 
 class JobUpdate(NamedTuple):
-    """Item of output, or report.
+    """Output item or report.
 
     ``kind`` is "stdout" or "stderr" with bytes as ``value``, or "report" with a `Report`.
     """

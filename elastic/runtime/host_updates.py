@@ -1,10 +1,10 @@
 """Notification of listeners about changes of the job's hosts.
 
-Their method ``on_hosts_updated(timestamp, update_res)`` is called. Every State under ``elastic.run`` is notified, and
-scripts may register their own objects. Listeners are notified when the list of hosts changes, and again when the driver
-prepares a planned change, before any worker stops for it. A notification has no effect on the change, which the driver
-coordinates: a State that was not notified stops at the same safepoint. The loss of a worker is reported by PeerLost,
-not by notifications.
+This module calls their method ``on_hosts_updated(timestamp, update_res)``. Every State under ``elastic.run`` is
+notified, and scripts may register their own objects. Listeners are notified when the list of hosts changes, and again
+when the driver prepares a planned change, before any worker stops for it. A notification has no effect on the change,
+which the driver coordinates: a State that was not notified stops at the same safepoint. The loss of a worker is
+reported by PeerLost, not by notifications.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def remove(listener: HostUpdateListener) -> None:
 
 @contextlib.contextmanager
 def told(listener: HostUpdateListener) -> Iterator[None]:
-    """Register a listener within a context. A listener that was already registered stays registered afterwards."""
+    """Context manager that registers a listener. A listener that was registered before stays registered afterwards."""
     with _lock:
         before = any(each is listener for each in _listeners)
     register(listener)

@@ -34,7 +34,7 @@ class Kind(enum.Enum):
 
 
 class CommitCall(enum.Enum):
-    """Where a script calls commit(), and under which condition."""
+    """Place of a commit() call in a script, with its condition."""
 
     EACH_STEP = (
         enum.auto()
@@ -173,8 +173,7 @@ def _reductions(seen: ScriptObservation) -> Iterable[Mistake]:
         "optimizer": first.name,
         "remedy": first.remedy,
     }
-    # If the steps have only one collective, or only ones without tensors, those may come from a loader that negotiates
-    # its position.
+    # A single collective, or collectives without tensors, may come from a loader that negotiates its position.
     if seen.collectives < 2 or seen.largest_moved == 0:
         yield _mistake(Kind.NEVER_REDUCED, **facts)
         return

@@ -293,7 +293,7 @@ class ScriptObserver:
 def observing(
     rt: WorkerRuntime, state: State, function: Callable[..., Any]
 ) -> Iterator[ScriptObserver | None]:
-    """Observe one training, within a context. Yields the observer, or None if nothing is checked.
+    """Context manager that observes one training. Yields the observer, or None if nothing is checked.
 
     Nothing is checked in static jobs, in training functions of this package, and with ``ELASTIC_CHECKS=off``.
     """

@@ -1,4 +1,4 @@
-"""Interface through which frameworks other than torch let optimizer steps be observed.
+"""Interface for observing the optimizer steps of frameworks other than torch.
 
 Each framework's module registers its observer when it is imported.
 """

@@ -17,7 +17,7 @@ class Division:
         rank: this rank.
         shards: number of shards.
         replicated: whether the mesh has a replica dimension, even of size 1.
-        unchanged: whether the ranks are in ascending order, and the previous world had the same ones.
+        unchanged: whether the ranks are in ascending order, and the previous world had the same ranks in this order.
     """
 
     order: tuple[int, ...]

@@ -660,8 +660,8 @@ class HandledState(_OfThisProcess, ObjectState):
     def digest(self) -> int:
         """Return a 63-bit digest of the committed parameters.
 
-        The digest is 0 if there are no parameters. It is also 0 if a save began during the computation; call the method
-        again in that case.
+        The digest is 0 if there are no parameters or the last save is incomplete. It is also 0 if a save began during
+        the computation; call the method again in that case.
         """
         return self._digest(
             (f"{name}.{key}", tensor)
@@ -680,8 +680,8 @@ class HandledState(_OfThisProcess, ObjectState):
     def digest_tensors(self) -> dict[str, int]:
         """Return the digest of each committed tensor, by name.
 
-        Examples of names are ``model.0.weight`` and ``optimizer.0.weight.exp_avg``. The result is empty whenever
-        `digest` would return 0.
+        Examples of names are ``model.0.weight`` and ``optimizer.0.weight.exp_avg``. The result is empty if the
+        last save is incomplete, or if a save began during the computation.
         """
         if not self.valid():
             return {}

@@ -1,4 +1,4 @@
-"""Check that sharded models, and DDP models outside of the state, are trained only in the world they were built for.
+"""Check that sharded models and optimizers, and DDP models outside the state, are not trained in a later world.
 
 Each optimizer is checked once per world, before its first update.
 """

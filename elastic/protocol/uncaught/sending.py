@@ -19,7 +19,7 @@ from elastic.protocol.uncaught import folded_traceback
 # environment variable that gives a worker the path of the pipe and its inode
 DIAGNOSTICS = "ELASTIC_DIAGNOSTICS"
 READ_S = 5.0
-LIMIT = 64 * 1024  # maximum number of characters sent of a traceback
+LIMIT = 64 * 1024  # maximum number of characters of a traceback to send
 
 
 class Uncaught(msgspec.Struct, frozen=True, tag=True):

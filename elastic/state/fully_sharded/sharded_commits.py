@@ -105,7 +105,7 @@ class ShardedWorld:
         return [sender(column, n) for n, column in enumerate(columns(self.order, self.shards))]
 
     def placed(self) -> ShardsPlaced:
-        """Return the driver's report on this rank's shard, without the sources of its rows."""
+        """Return the report to the driver about this rank's shard, without the sources of its rows."""
         keeps = tuple(copied_to(self.placement, self.rank))
         return ShardsPlaced(self.shards, self.shard, keeps, self.lasting)
 
@@ -315,7 +315,7 @@ class ShardedCommits:
         self._number += 1
 
     def redo(self) -> None:
-        """Let the next commit have the number of the newest one, which was dropped."""
+        """Reuse the number of the newest commit, which was dropped, for the next commit."""
         self._number -= 1
 
     def seal(self) -> float:

@@ -70,7 +70,7 @@ class DiLoCoStateHandler(Part):
         value = self.value
         if not value.own_steps:
             return set()
-        # Workers that have merged a fragment equally often have bitwise equal outer parameters and entries for it.
+        # Workers with the same merges of a fragment have bitwise equal outer parameters and entries for it.
         merges = zip(value.parts, value.merged, structure["merged"], strict=True)
         held = {i for part, ours, theirs in merges if ours == theirs for i in part}
         stepped = [each for group in value.outer_optimizer.param_groups for each in group["params"]]
