@@ -170,7 +170,7 @@ class AdasumDistributed(WrappedOptimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler.step() reads this attribute. If False, it skips step() on a rank with non-finite gradients, and the
-        # other ranks wait forever. If True, it always calls step(): such a rank contributes zeros and lowers its own
+        # other ranks wait for it. If True, it always calls step(): such a rank contributes zeros and lowers its own
         # scale.
         world = lifecycle.active()
         return self._takes_scaler or (world is not None and world.place.size > 1)

@@ -4,10 +4,9 @@
     body     one message as MessagePack; empty in a sealed frame: a heartbeat
     16 bytes tag, once the connection is sealed
 
-The tag is an HMAC-SHA256, truncated to 16 bytes, over the body and the frame's number; frames are numbered in each
-direction. Each direction of each connection has a separate key, derived from a secret and the nonces of both ends.
-Without the secret, a frame cannot be forged, changed, repeated, dropped, reflected or moved without detection. Frames
-are not encrypted.
+The tag is an HMAC-SHA256, truncated to 16 bytes, over the frame's number in its direction and the frame's body. Each
+direction of each connection has a separate key, derived from a secret and the nonces of both ends. Without the secret,
+a frame cannot be forged, changed, repeated, dropped, reflected or moved without detection. Frames are not encrypted.
 
 Control connections are sealed after a challenge. On connections between ranks, for the store of a generation and for
 the negotiation of named collectives, the caller sends its nonce of NONCE_BYTES, followed by sealed frames: the tag of

@@ -41,7 +41,7 @@ _held = False  # whether this process has taken its lock, which it holds until i
 
 
 def hold(location: str) -> None:
-    """Take the lock at ``location``, the value of the environment variable LIFE_LOCK.
+    """Take the lock at ``location``, the value of the environment variable ELASTIC_LIFE_LOCK.
 
     Does nothing in a thread other than the main one, because the lock must be held until the process exits.
     """
@@ -120,7 +120,7 @@ class LifeLocks:
 
 
 class LifeLock:
-    """Lock of one worker. ``told`` is the value for the worker's environment variable LIFE_LOCK."""
+    """Lock of one worker. ``told`` is the value for the worker's variable ELASTIC_LIFE_LOCK."""
 
     def __init__(self, told: str, address: int, free: Callable[[], None]) -> None:
         self.told = told

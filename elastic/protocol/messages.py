@@ -2,8 +2,7 @@
 
 A connection opens with a mutual challenge (see `Challenge`), then carries sealed frames (see `framing`). Messages are
 tagged by their class name, validated by msgspec when decoded, and never pickled. Every message about a world carries
-its generation. The messages that a worker receives when the world changes have a size that is independent of the world
-size.
+its generation. The messages that a worker receives when the world changes do not grow with the size of the world.
 """
 
 from __future__ import annotations

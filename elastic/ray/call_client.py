@@ -11,7 +11,7 @@ import ray
 from elastic.ray.call_results import REGROUP, CallFailure, cause, failure_in, opened
 from elastic.ray.driver_client import DriverClient
 
-# after a call has failed on one rank, seconds without another answer until the ranks are asked to regroup
+# seconds after a call has failed on one rank until the ranks are asked to regroup
 GRACE_S = 2.0
 # seconds after the request to regroup until the client stops waiting for the other ranks
 RELEASED_S = 30.0

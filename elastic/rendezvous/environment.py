@@ -49,11 +49,11 @@ class Environment:
     timeout_s: float  # timeout for forming a group
     collective_timeout_s: float  # timeout for a collective
     wait_timeout_s: float  # maximum time without a message from the driver
-    # whether to report a digest of every commit, with which replicas are compared
+    # whether to report a digest of every commit, so that replicas can be compared
     digest_commits: bool
-    # whether to report a digest of each tensor as well, with which two runs are compared
+    # whether to report a digest of each tensor as well, so that two runs can be compared
     digest_tensors: bool = False
-    # maximum fraction of the time that may be spent on copying at commits; 0 copies at every commit
+    # maximum fraction of the time that may be spent on copying at commits; 0 means a copy at every commit
     commit_budget: float = 0.0
     islands: tuple[IslandRule, ...] = ()  # rules of --islands; see elastic.protocol.islands
     workers_min: int = 1  # minimum number of workers of the job
@@ -202,9 +202,9 @@ def keep_tensors(
 ) -> None:
     """Make TensorFlow use its own CPU allocator, which keeps memory between steps. A user's choice takes precedence.
 
-    malloc returns the memory of gradients that wait for reduction to the system after each step, and in the next step
-    the kernel zeroes every page again. The allocator may use all of ``host_bytes``, the host's memory in bytes
-    (default: queried from the system). TensorFlow reads the variable when it creates its first tensor.
+    Without it, malloc would return the memory of gradients that wait for reduction to the system after each step, and
+    in the next step the kernel would zero every page again. The allocator may use all of ``host_bytes``, the host's
+    memory in bytes (default: queried from the system). TensorFlow reads the variable when it creates its first tensor.
     """
     env = os.environ if environ is None else environ
     if "TF_CPU_ALLOCATOR_USE_BFC" in env or allocator_chosen(env):

@@ -93,8 +93,8 @@ class SealedServer:
     Args:
         listener: bound socket. The server closes it.
         name: name of the thread.
-        decoder: decoder of first messages. A first message may have ``first_limit`` bytes, and must arrive within
-            ``first_s`` seconds.
+        decoder: decoder of first messages. A first message may have at most ``first_limit`` bytes, and must arrive
+            within ``first_s`` seconds.
         secret: see `elastic.protocol.framing.derived`.
         received: called for each message. It may raise ProtocolError to drop the caller.
         lost: called when an authenticated caller has disconnected, except after the server was closed.

@@ -147,7 +147,7 @@ class State:
         failpoint("commit")
         with timeline.during("state", "commit"):
             if _is_ours(type(self).save):
-                self.save()  # this save() marks the commit as incomplete itself
+                self.save()  # save() itself marks when the previous commit becomes incomplete
             else:
                 with self._saving():
                     self.save()

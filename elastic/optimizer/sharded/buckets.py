@@ -189,8 +189,8 @@ class ShardBucket:
     ) -> bool:
         """Perform all merges of one gradient in a single pass over memory. Return False if that is not possible.
 
-        The gradient is merged with the held values, newest first. The tree's sum is therefore a sequential sum: ``a +
-        (b + (c + d))`` is bitwise identical to ``((d + c) + b) + a``.
+        The gradient is merged with the most recently held values, newest first. The tree's sum is therefore a
+        sequential sum: ``a + (b + (c + d))`` is bitwise identical to ``((d + c) + b) + a``.
         """
         merges = self._merge.merges
         if not self._adds or merges == 0 or len(values) > 1:

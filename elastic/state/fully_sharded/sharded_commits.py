@@ -697,7 +697,7 @@ class ShardedCommits:
     def divide(
         self, rt: WorkerRuntime, met: WorldInventory | None, specs: dict[str, RowSpec]
     ) -> dict[str, tuple[Rows, torch.Tensor]]:
-        """Divide tensors from another source than the ranks' commits, such as a checkpoint, among this world's ranks.
+        """Divide tensors from a source other than the ranks' commits, such as a checkpoint, among this world's ranks.
 
         Collective.
 

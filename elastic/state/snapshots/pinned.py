@@ -1,8 +1,8 @@
 """Asynchronous copies from CUDA devices to pinned host memory while training continues.
 
 A copy in flight when the world fails is still valid, so recovery waits until it is complete. A commit begins after all
-collectives of the step have ended (`Runtime.settle`). The tensors at a commit therefore never depend on a collective
-that an abort could corrupt.
+collectives of the step have ended (`WorkerRuntime.settle`). The tensors at a commit therefore never depend on a
+collective that an abort could corrupt.
 
 If the device has enough memory, tensors are first copied on the device (fast, in the training stream) and from there to
 the host on a side stream. Otherwise the training stream waits for the copies to the host: training may overwrite the
