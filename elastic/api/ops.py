@@ -332,7 +332,7 @@ def allgather_async(
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Run `allgather` on each of several tensors on one device. Return the list of results. Differentiable."""
+    """Run `allgather` on several tensors on one device together. Return the list of results. Differentiable."""
     return list(autograd.allgather(name, resolve(process_set), *tensors))
 
 
@@ -523,7 +523,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Run `reducescatter` on each of several tensors on one device. Return the list of results. Differentiable."""
+    """Run `reducescatter` on several tensors on one device together. Return the list of results. Differentiable."""
     members = resolve(process_set)
     packed = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)

@@ -121,7 +121,7 @@ def grouped_allgather(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
-    """Run `allgather` on each of several arrays, and return the list of results."""
+    """Run `allgather` on several arrays together, and return the list of results."""
     if not tensors:
         return []
     made = ops.grouped_allgather([view(tensor) for tensor in tensors], name, process_set)
@@ -204,7 +204,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Array]:
-    """Run `reducescatter` on each of several arrays, and return the list of results."""
+    """Run `reducescatter` on several arrays together, and return the list of results."""
     if not tensors:
         return []
     made = ops.grouped_reducescatter(
