@@ -238,9 +238,9 @@ class CommitLog:
         self._session.account.committed(time.monotonic())
 
     def step_back(self, state: CommittedState) -> None:
-        """Restore the newest complete commit.
+        """Restore the newest commit.
 
-        An incomplete one is discarded, because no worker can continue from it.
+        If it is incomplete, it is discarded, because no worker can continue from it.
         """
         if not state.valid():
             with self._session.lock:
