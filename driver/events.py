@@ -512,7 +512,7 @@ class DrainRequested(Event):
 
 
 class RemoveRequested(Event):
-    """Event: an operator requests that a worker leaves the job."""
+    """Event: an operator requests the removal of a worker from the job."""
 
     request: int
     worker: Worker
@@ -712,7 +712,7 @@ class GiveUpHost(Action):
 
 
 class HastenCheckpoint(Action):
-    """Request that rank 0 makes one of its next commits durable as soon as possible, because the job may end.
+    """Request a durable commit from rank 0 as soon as possible, because the job may end.
 
     The request is sent to all members.
     """

@@ -356,8 +356,8 @@ def _layouts_differ(facts: Mapping[str, Any]) -> str:
     """Describe the rejection of a worker whose state differs.
 
     Args:
-        facts: contain ``worker``, the rejected worker, and ``first``, a worker that was rejected earlier for the same
-            state, or None if shards were lost with ``worker``.
+        facts: mapping with ``worker``, the rejected worker, and ``first``, a worker that was rejected earlier for the
+            same state, or None if shards were lost with ``worker``.
     """
     again = ", like that of {first} earlier" if facts["first"] else ", and its shards are lost"
     said = "the state of {worker} differs from that of {rank_0}" + again
@@ -369,7 +369,7 @@ def _all_returned(facts: Mapping[str, Any]) -> str:
     """Describe the end of a job that finished successfully.
 
     Args:
-        facts: contain ``members`` and ``generation`` of the last world. If scripts failed, they also contain
+        facts: mapping with ``members`` and ``generation`` of the last world. If scripts failed, it also contains
             ``failed``, the texts of the failures, and ``began``, the number of workers that started.
     """
     if not facts.get("failed"):
@@ -390,8 +390,8 @@ def _scaled(facts: Mapping[str, Any]) -> str:
     """Describe the effect of a request to scale the job.
 
     Args:
-        facts: contain ``before``, the previous number of workers, or None if it was limited only by the number of
-            slots.
+        facts: mapping with ``before``, the previous number of workers, or None if only the number of slots limited
+            it.
     """
     wanted, before, slots = facts["workers"], facts["before"], facts["slots"]
     was = "one per slot" if before is None else str(before)
@@ -416,7 +416,7 @@ def _unhealthy(facts: Mapping[str, Any]) -> str:
     """Describe a failed health check.
 
     Args:
-        facts: contain ``outcome``, a value of `HealthOutcome`, and ``code``, the exit code or None.
+        facts: mapping with ``outcome``, a value of `HealthOutcome`, and ``code``, the exit code or None.
     """
     how = {
         "timed_out": "timed out",
@@ -435,7 +435,8 @@ def describe_bandwidth(facts: Mapping[str, Any]) -> str:
     """Describe the bandwidth of a host that is far below that of the others.
 
     Args:
-        facts: contain ``direction`` ("sent" or "received"), ``peer``, ``bytes_s``, ``median_bytes_s`` and ``others``.
+        facts: mapping with ``direction`` ("sent" or "received"), ``peer``, ``bytes_s``, ``median_bytes_s`` and
+            ``others``.
     """
     way = "sends {} to" if facts["direction"] == "sent" else "receives {} from"
     rate, median = (f"{facts[name] / 1e6:.3g} MB/s" for name in ("bytes_s", "median_bytes_s"))
@@ -455,8 +456,8 @@ def _too_few_slots(facts: Mapping[str, Any]) -> str:
     """Describe a shortage of slots.
 
     Args:
-        facts: contain ``usable``, the number of slots that run a worker or can run one, and ``given_up``, the names of
-            the first slots that were given up.
+        facts: mapping with ``usable``, the number of slots that run a worker or can run one, and ``given_up``, the
+            names of the first slots that were given up.
     """
     more = f" and {facts['more']} more" if facts["more"] else ""
     begin = "{needed:+worker} needed, but {slots}: gave up {given_up}{more} after {attempts:+attempt} without progress"
@@ -468,7 +469,7 @@ def _first_world(facts: Mapping[str, Any]) -> str:
     """Describe the start of the first world.
 
     Args:
-        facts: contain ``wanted``, the value of -np, if fewer workers are ready.
+        facts: mapping with ``wanted``, the value of -np, if fewer workers are ready.
     """
     members, wanted = facts["members"], facts.get("wanted")
     if wanted is None:
@@ -530,7 +531,7 @@ def _stopped(facts: Mapping[str, Any]) -> str:
 
 
 def _awaits_commit(facts: Mapping[str, Any]) -> str:
-    """Describe how long workers have waited to join or leave, for which the members must reach a commit."""
+    """Describe how long workers have waited for the members' next commit, at which workers join and leave."""
     text = f"{waiting_workers(facts)}: the training workers have not reached a commit for {facts['for_s']:.0f} s"
     if facts.get("within_s") is None:
         return text
@@ -556,7 +557,8 @@ def _slot_cools(facts: Mapping[str, Any]) -> str:
     """Describe the exit of a worker whose slot will be used again after a cooldown.
 
     Args:
-        facts: contain ``what``, the worker's exception or an empty string, if the worker had not entered elastic.run.
+        facts: mapping. If the worker had not entered elastic.run, it contains ``what``, the worker's exception or an
+            empty string.
     """
     text = f"{facts['worker']} ended with {facts['exit']}"
     if "what" in facts:
@@ -565,7 +567,7 @@ def _slot_cools(facts: Mapping[str, Any]) -> str:
 
 
 def _not_left(facts: Mapping[str, Any]) -> str:
-    """Describe that a removed worker did not exit in time. In older journals, ``within_s`` is missing."""
+    """Describe the failure of a removed worker to exit in time. In older journals, ``within_s`` is missing."""
     within = f"within {facts['within_s']:g} s" if "within_s" in facts else "in time"
     return f"it did not exit {within} after it was removed"
 

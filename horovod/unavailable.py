@@ -106,7 +106,7 @@ def refuse_internals() -> None:
 
 
 def need_keras(front_end: str) -> None:
-    """Import the Keras package that this process uses, like `need`."""
+    """Import the Keras package that this process uses. See `need`."""
     from elastic.rendezvous import environment
 
     need("tf_keras" if environment.legacy_keras() else "keras", front_end)

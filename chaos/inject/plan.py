@@ -69,9 +69,9 @@ class Fault:
         return self.kind not in ("slow", "cut", SPOILS_FILE)
 
     def least_members(self) -> int:
-        """Return the minimum number of members without another fault, including the victim, for a random fault.
+        """Return how many members, including the victim, must be free of other faults before a random fault begins.
 
-        For a bit flip, three replicas are needed: with two, it would be unknown which replica is correct.
+        A bit flip requires three replicas, because two replicas that differ do not show which one is correct.
         """
         return 3 if self.kind in FLIPPED else 2 if self.hurts() else 1
 

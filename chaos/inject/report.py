@@ -6,10 +6,11 @@ Terms:
   must never happen.
 - A commit is *gone with its holders* if every worker that held it has died. No worker could continue from it, so its
   steps were repeated, as was all work since the last commit (*done again*, in seconds).
-- *Training* is the time in which a whole world trained and its work was kept: from the moment when every member had
-  completed its first collective to the last commit before the world failed, to a planned change, or to the end of
-  training.
-- *Goodput* is the training time divided by the time from the first such moment to the end of training.
+- *Training* is the time in which a whole world trained and its work was kept. In each world, it begins when every
+  member has completed its first collective. It ends at the last commit before the world fails, at a planned change, or
+  at the end of training.
+- *Goodput* is the training time divided by the time from the beginning of training in the first world to the end
+  of training.
 """
 
 from __future__ import annotations

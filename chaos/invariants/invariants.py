@@ -186,7 +186,8 @@ class Invariants:
             event: event that the driver received.
             actions: the driver's reaction to the event.
             line: number of the line in the journal, for error messages.
-            more: whether the driver checks its deadlines after a later event, see `Membership.handle`.
+            more: whether another event is queued, in which case the driver has not checked its deadlines yet. See
+                `Membership.handle`.
         """
         self.job.line = line or self.job.line + 1
         before, self.job.now, self.job.event = self.job.now, at, event

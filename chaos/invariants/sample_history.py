@@ -4,9 +4,9 @@ With each commit, a worker reports the samples on which it trained since the pre
 epoch. A report counts if its commit is in the committed history: the commits from which later worlds began, and the
 earlier commits of the same worlds. All other training was undone and is repeated.
 
-Each sample must count exactly once per epoch. Only the last round may repeat samples, namely those that pad the
-partition, which are fewer than the workers. If a worker dies between a commit and its report, the report is lost, so a
-missing sample is an error only if lost reports cannot explain it.
+Each sample must count exactly once per epoch. Only the last round may repeat samples, to pad the partition. The number
+of repeated samples is smaller than the number of workers. If a worker dies between a commit and its report, the report
+is lost, so a missing sample is an error only if lost reports cannot explain it.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ class WorkerRecords:
     def _goes(self, host: str, notice: events.Notice | None) -> None:
         """Record a preemption notice.
 
-        If a host receives several notices, the earliest deadline applies. None means that the notice was withdrawn or
-        the machine was replaced.
+        If a host receives several notices, the earliest deadline applies. ``notice`` is None if the notice was
+        withdrawn or the machine was replaced.
         """
         for _, known in self._on(host):
             known.noticed = notice is not None
@@ -121,7 +121,7 @@ class WorkerRecords:
     # ---- reports ---------------------------------------------------------------------------------------------------
 
     def _is_late_event(self, worker: Worker, event: events.Event) -> None:
-        """Check a message that arrived after its sender had exited. Such a report of a commit is still valid."""
+        """Check an event of a worker that has already exited. Its reports of commits are still valid."""
         departed, known = self.job.departed.get((worker.host, worker.slot), (None, None))
         if departed != worker or known is None:
             return

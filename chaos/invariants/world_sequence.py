@@ -157,9 +157,9 @@ class WorldSequence:
         return after < commit and commit.generation <= until
 
     def _to_return_to(self, holders: list[LiveWorker], newest: Commit) -> Commit:
-        """Return the newest commit held by a worker that precedes all steps with possibly wrong gradients.
+        """Return the newest held commit that precedes all steps whose gradients may be wrong.
 
-        If no such commit exists, return the oldest commit held.
+        If no such commit exists, return the oldest held commit.
         """
         kept = [commit for known in holders for commit in known.kept]
         sound = [commit for commit in kept if not self._is_doubted(commit)]

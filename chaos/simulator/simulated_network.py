@@ -33,7 +33,7 @@ class DriverEnd(Protocol):
 
 @dataclass
 class Conditions:
-    """Quality of the simulated network: delays and the probability of losses."""
+    """Quality of the simulated network: message delays, late arrivals, and the liveness timeout."""
 
     # maximum delays in seconds; the delay of each message is random
     delays_s: tuple[float, ...] = (0.0005, 0.001, 0.02)

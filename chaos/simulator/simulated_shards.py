@@ -47,7 +47,7 @@ class Mirroring(NamedTuple):
     """Background transfer of shard copies for one commit.
 
     Attributes:
-        sent: exchange in which all ranks take part.
+        sent: collective that transfers the copies between all ranks.
         bank: number of the snapshot buffer that receives the copies.
         senders: for each shard of which this rank keeps a copy, the rank that sends the shard.
         steps: number of steps of the commit.

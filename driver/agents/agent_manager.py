@@ -126,7 +126,7 @@ class AgentManager:
         )
 
     def order(self, name: str, *messages: AgentMessage) -> bool:
-        """Send messages to the agent of a host. If it is not connected, drop them and return False."""
+        """Send messages to the agent of a host. If the agent is not connected, drop the messages and return False."""
         agent = None if self._leadership_lost() else self.pool.agent_of(name)
         return agent is not None and self._server.send(agent, *messages)
 
@@ -304,11 +304,11 @@ class RelayedWorkers:
             self._fleet.order(host, Tell(local, cast(Any, message)))
 
     def connected(self, worker: Worker) -> bool:
-        """Return False: a worker's exit needs no wait for its messages, because its agent sends both in order."""
+        """Return False: no caller has to wait for messages, because an agent sends them before the worker's exit."""
         return False
 
     def drain(self, worker: Worker) -> None:
-        """Do nothing, because the worker's agent has sent all its messages before its exit."""
+        """Do nothing, because an agent sends all messages of a worker before the worker's exit."""
 
     def disconnect(self, worker: Worker) -> None:
         self._fleet.order(worker.host, Drop(worker))

@@ -136,9 +136,9 @@ class AgentPool:
     def awaits_agents(self) -> bool:
         """Return whether the driver must still wait for an agent's exit reports or for a dismissed agent to disconnect.
 
-        Before that, the driver must not close connections: an agent that is about to send would fail, and would lose
-        the dismissal without reading it. The driver also waits for an agent that was just started, because it would
-        otherwise search for the driver for minutes.
+        Until then, the driver must not close connections: an agent that is about to send would get a connection
+        error, and would never read its dismissal. The driver also waits for an agent that was just started, because
+        the agent would otherwise search for the driver for minutes.
         """
         return any(
             host.coming or (host.here and (host.running or host.ends))
@@ -426,7 +426,7 @@ class AgentPool:
     def _start_again(self, host: AgentRecord) -> None:
         """Schedule another attempt to start an agent on the host.
 
-        Without a report from an agent, the driver does not know which processes still run there.
+        The driver needs an agent there, because only an agent can report which processes still run on the host.
         """
         if not self._starts_agents or self._closing or (host.name, DeadlineKind.RETRY) in self._due:
             return

@@ -118,7 +118,7 @@ def check(bootstrap: Bootstrap) -> None:
 
 
 def own_slots() -> int:
-    """Return the number of usable GPUs of this host, or its number of cores without a GPU.
+    """Return the number of usable GPUs of this host, or of its CPU cores if it has no GPU.
 
     GPUs are counted without importing torch, because the import takes seconds.
     """

@@ -383,7 +383,8 @@ class HostAgent:
     def _refused(self, reason: str) -> None:
         """Kill the workers, because the driver has rejected this agent.
 
-        An agent that a driver has started also exits. Any other agent retries, since the host's other agent may exit.
+        An agent that a driver has started also exits. Any other agent tries to connect again, because the agent that
+        the driver has accepted for this host may exit.
         """
         if self._bound:
             self.end(1, f"the driver rejects it: {reason}")

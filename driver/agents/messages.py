@@ -157,7 +157,7 @@ class Attach(AgentMessage, tag="Hire"):  # wire name, kept from earlier releases
 
 
 class Reject(AgentMessage, tag="Refused"):
-    """Message to an agent: the driver does not accept the agent, which must not connect again."""
+    """Message to an agent: the driver rejects the agent, because another agent already serves the host."""
 
     reason: str
 

@@ -97,7 +97,7 @@ class Leadership:
     ) -> None:
         """Perform all operations if this driver leads, otherwise raise LeadershipLost. Waits while etcd is unavailable.
 
-        Keys are complete, including their prefix. etcd accepts at most 127 operations and 1.5 MB.
+        The keys in the operations must include their prefix. etcd accepts at most 127 operations and 1.5 MB.
         """
         if not self.leads or self._guard_condition is None:
             raise self._leadership_lost()

@@ -137,7 +137,7 @@ def script_discovery(
 
 
 def most_workers(cores: int) -> int:
-    """Return the maximum number of workers on this machine, which protects against a mistyped number."""
+    """Return the maximum number of workers on this machine. The limit rejects numbers that are probably mistyped."""
     return min(SLOTS_LIMIT, WORKERS_PER_CORE * cores)
 
 

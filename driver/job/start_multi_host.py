@@ -531,7 +531,7 @@ class _Run:
 
 
 class ObservedDiscovery:
-    """Wrapper of a discovery that passes each list to a callback as well."""
+    """Wrapper of a discovery that also passes each list to a callback."""
 
     def __init__(self, source: Discovery, hears: Callable[[dict[str, int]], None]) -> None:
         self._source = source

@@ -58,7 +58,7 @@ class SegmentedRecord(PendingRecord):
 
 
 def chapter_name(turn: int, number: int, writer: str) -> str:
-    """Return the name of a chapter. The alphabetical order of names is the order of turns."""
+    """Return the name of a chapter. Names sort by the turn of the driver, then by the chapter's number."""
     return f"{turn:06d}-{number:06d}-{writer}"
 
 

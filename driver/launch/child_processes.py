@@ -99,7 +99,7 @@ class ChildProcess:
         self._send()
 
     def said(self) -> str:
-        """End of the output that the process has written to stdout and stderr."""
+        """Return the last part of the output that the process has written to stdout and stderr."""
         return self._printed.decode("utf-8", "replace")
 
     def hang_up(self) -> None:

@@ -57,7 +57,7 @@ class ChangeWait:
 
 
 class ChangeWaits(ViewReader):
-    """Record of the waits of a job's planned changes for a commit that took at least WAIT_S seconds.
+    """Record of the planned changes of a job that waited at least WAIT_S seconds for a commit.
 
     Attributes:
         count: number of waits that have ended.

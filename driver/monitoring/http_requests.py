@@ -3,11 +3,11 @@
 A connection to the page's port is not trusted: it may come from a browser that another site redirected, from a scanner,
 or from another user of this machine. Requests are refused as follows:
 
-    a Host header with a foreign name           DNS rebinding: a site's own name that now resolves to this address
-    an Origin or a fetch of another site    a page elsewhere that reads this one through the user's browser
-    a missing or wrong token                also on loopback: other users of this machine are not trusted. The page
-                                            itself contains no data and needs no token
-    another method or path                  the page is read-only
+    a Host header with a foreign name      DNS rebinding: another site's name that now resolves to this address
+    an Origin or fetch from another site   another site that reads this page through the user's browser
+    a missing or wrong token               also on loopback, because other users of this machine are not trusted.
+                                           The page itself contains no data and needs no token
+    another method or path                 the page is read-only
 
 The page reads the token from the fragment of its link, the part after ``#``, which browsers do not transmit, and sends
 it in a header.

@@ -201,7 +201,7 @@ class JobView:
             workers: for each running worker, its process ID (0 if unknown) and its rank (None if it is not a member).
             generation: generation of the current world.
             now: current time, in seconds.
-            prepares: whether this is a world of an elastic job outside elastic.run.
+            prepares: whether the job is elastic and its current world is outside elastic.run.
         """
         self.touched = []
         self.elastic, self._adopted = prepares, True

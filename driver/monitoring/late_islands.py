@@ -30,7 +30,7 @@ class LateIslands:
         names: islands of the last reported world.
         waited_s: seconds for which merges delayed the inner steps of rank 0.
         islands: the islands that were late for any merge, by name.
-        more: whether further islands were late that are not stored.
+        more: whether more islands were late than are stored in ``islands``.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class LateIslands:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each late island and each island of the last reported world.
 
-        A row contains the number of merges that did not wait for the island, and whether the last merge did not.
+        A row contains the number of merges that did not wait for the island, and whether the last merge is among them.
         """
         rows = []
         for name in dict.fromkeys([*self.names, *self.islands]):

@@ -1,8 +1,8 @@
 """Detection of out-of-memory kills by the kernel, and queries of the memory limit. Makes no decisions.
 
-The exit status (SIGKILL) does not distinguish them from other kills. Each memory cgroup counts its out-of-memory kills
-(`oom_kill` in `memory.events`, or in `memory.oom_control` before cgroup v2), and /proc/vmstat counts those of the
-machine. Workers are in the cgroup of their agent, unless they were moved to another one.
+The exit status (SIGKILL) does not distinguish an out-of-memory kill from other kills. Each memory cgroup counts
+its out-of-memory kills (`oom_kill` in `memory.events`, or in `memory.oom_control` before cgroup v2), and /proc/vmstat
+counts those of the machine. Workers are in the cgroup of their agent, unless they were moved to another cgroup.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class TracebackLedger:
         """Return the pending lines, and clear them.
 
         Each line lists the further workers that raised an exception that was already shown. The workers that only lost
-        a peer are added to the first line, or listed in a separate line if there is no other.
+        a peer are added to the first line, or listed in a separate line if there is no other line.
         """
         lost = self._lost_peers()
         lines = []

@@ -557,9 +557,9 @@ class _Process:
         self.stacks = asyncio.Lock()
 
     def status(self) -> tuple[int, str]:
-        """Return the exit code or the negative signal number, without reaping the process.
+        """Return the exit code or the negative signal number, and an empty string. Does not reap the process.
 
-        The second value explains why the code is unknown, and is empty otherwise.
+        If the code is unknown, return 255 and the reason why it is unknown.
         """
         try:
             status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)

@@ -116,7 +116,7 @@ def prefix_of(job: str) -> str:
 
 
 def numbered(groups: Iterable[Group], prefix: str) -> list[tuple[int, Group]]:
-    """Return the number of each claim of the job, and its placement group."""
+    """Return the claims of the job, as pairs of a claim's number and its placement group."""
     matched = (
         (re.fullmatch(re.escape(prefix) + "([0-9]+)", group.name), group) for group in groups
     )
@@ -124,6 +124,6 @@ def numbered(groups: Iterable[Group], prefix: str) -> list[tuple[int, Group]]:
 
 
 def present(cluster: Cluster, prefix: str) -> list[tuple[int, Group]]:
-    """Return the number of each claim that still exists in the cluster, and its placement group."""
+    """Return the claims that still exist in the cluster, as pairs of a claim's number and its placement group."""
     found = numbered(cluster.claims(prefix), prefix)
     return [(number, group) for number, group in found if group.state != "REMOVED"]

@@ -132,10 +132,10 @@ class RayDiscovery:
         return list(self._gpus.get(host, ()))
 
     def follow(self, need: Callable[[], ResourceDemand], noticed: Callable[[Event], None]) -> None:
-        """From now on, adjust the number of claims at each check to the number of slots that the driver needs.
+        """Set the function ``need``, whose result determines the number of claims from the next check on.
 
-        Until then, ``wanted.most`` determines the number of claims. ``noticed`` is called with each preemption notice
-        for a host.
+        Before this call, ``wanted.most`` determines the number of claims. ``noticed`` is called with each preemption
+        notice for a host.
         """
         self._need, self._noticed = need, noticed
 

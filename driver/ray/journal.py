@@ -4,9 +4,10 @@
     journal/<job>/records/000002-000001-<id>/000000017      {"piece":1,"of":1}, followed by the lines of one record
 
 A record is a batch of entries, a snapshot preceded by the header, or a takeover. A large record is split into numbered
-pieces, and is valid once the last piece exists. A driver writes chapters: each snapshot begins a new one (000001 is the
-driver's second), and the earlier ones are then removed. The first record of a driver that resumes a job states which
-record of which chapter it continues. Actions are omitted. A digest shows whether recomputed actions are equal to them.
+pieces, and is valid once the last piece exists. A driver writes chapters, numbered from
+000000. Each snapshot begins a new chapter, and the earlier chapters are then removed. The first record of a driver that
+resumes a job states which record of which chapter it continues. Actions are omitted. A digest shows whether recomputed
+actions are equal to the original ones.
 
 The store has no transactions, so it cannot reject writes of a deposed driver. Readers ignore them instead:
 
@@ -15,7 +16,7 @@ The store has no transactions, so it cannot reject writes of a deposed driver. R
 - After writing a record, a driver checks that the turn is still its own and that the next turn is not taken. If so, any
   later driver will read the record, and the decisions in it may be carried out. If not, LeadershipLost is raised.
 - Valid records are found by reading backwards, from the last turn with a record to the start of a chapter. Records that
-  were written too late are ignored, and records before that start are not needed, so any driver may remove both.
+  were written too late are ignored, and records before that start are not needed. Any driver may remove them.
 
 The store is as durable as the head process of the cluster: without Redis, it is lost with that process.
 """
@@ -55,9 +56,10 @@ FORGET_S = 10.0
 class RayArchive:
     """Archive with the journal of one job in Ray's key-value store.
 
-    ``lost`` is set when another driver writes the journal, or when the store has lost it.
+    ``lost`` is set when another driver writes the journal, or when the store has lost the journal.
 
-    Reading the store takes this driver's turn, after which the previous driver can no longer write valid records.
+    Before this driver reads the store, it takes the next turn. The previous driver can then no longer write valid
+    records.
     """
 
     def __init__(
@@ -232,7 +234,7 @@ class WriterTerm:
         )
 
     def chapter(self, number: int) -> str:
-        """Return the name of a chapter. The names sort in the order of the chapters."""
+        """Return the name of this driver's chapter with the given number. Names sort in the order of the chapters."""
         return chapter_name(self.number, number, self._own)
 
     async def put(self, place: Place, data: bytes) -> None:

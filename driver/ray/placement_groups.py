@@ -37,7 +37,7 @@ _LEAST = 1e-4  # Ray's resolution of resource quantities. Smaller differences ar
 
 
 class ClaimStage(Enum):
-    """Stage of a claim."""
+    """Stage of a claim: waiting for resources, placed on a node, or gone."""
 
     WAITING = "waiting"
     PLACED = "placed"
@@ -45,7 +45,7 @@ class ClaimStage(Enum):
 
 
 class Condition(Enum):
-    """Condition of a node."""
+    """Condition of a Ray node."""
 
     ALIVE = "alive"
     DRAINING = "draining"

@@ -1,6 +1,6 @@
 """Horovod's exceptions, under the path that scripts import.
 
-Importing this module selects Horovod's exception classes.
+After this module is imported, `elastic` raises its interruptions as subclasses of these exceptions.
 """
 
 from elastic.errors import HorovodInternalError, HostsUpdatedInterrupt

@@ -17,7 +17,7 @@ ANSWER_S = 60.0  # timeout for a task without CPUs to start on a node that runs 
 class Coordinator:
     """Registry of the workers of a world, and source of their environment variables.
 
-    The other methods must be called after the last worker has been registered.
+    Register all workers with `register` before you call any other method.
     """
 
     def __init__(self, settings: Any) -> None:

@@ -32,7 +32,7 @@ class ElasticRayExecutor:
         max_np: int | None = None,
         **kwargs: Any,
     ) -> ElasticSettings:
-        """Create settings.
+        """Create the settings of an ElasticRayExecutor.
 
         Also accepts ``cooldown_range``, the fields of MiniSettings, and the old names ``min_np`` and ``max_np``.
         """

@@ -18,7 +18,7 @@ def configure(queue: Any) -> None:
 
 
 def log(info_dict: Mapping[str, Any]) -> None:
-    """Log values.
+    """Send values to the callbacks that were passed to ``run``.
 
     As in `elastic.report`, a value may be None, a bool, int, float or str, a one-element tensor, or a list or dict of
     these.

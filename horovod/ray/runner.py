@@ -32,7 +32,7 @@ class RayExecutor:
         nics: Collection[str] | None = None,
         verbose: bool | int | None = None,
     ) -> MiniSettings:
-        """Create settings.
+        """Create the settings of a RayExecutor.
 
         Args:
             timeout_s: timeout for all workers to call ``hvd.init()`` after the first one, in seconds.

@@ -45,7 +45,7 @@ def run(
     world.
 
     Times are in seconds. The other arguments are Horovod's. ``disable_cache`` and ``use_gloo`` have no effect, because
-    checks are not cached and Gloo has no alternative. ``np``, ``min_np`` and ``max_np`` are old names of ``num_proc``
+    checks are not cached and MPI is not supported. ``np``, ``min_np`` and ``max_np`` are old names of ``num_proc``
     and its limits. HOROVOD_* variables, such as HOROVOD_LOG_LEVEL, have the same effect as for ``horovodrun``.
 
     Raises:

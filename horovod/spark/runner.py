@@ -43,7 +43,7 @@ def run(
         nics: names of network interfaces; each host uses the first one that it has.
         executable: Python interpreter of the workers. Default: that of the Spark tasks.
 
-    ``use_gloo`` has no effect, because Gloo has no alternative.
+    ``use_gloo`` has no effect, because MPI is not supported.
 
     Raises:
         Invalid: (a ValueError) an argument is not supported, no SparkContext exists, or it has too few slots.

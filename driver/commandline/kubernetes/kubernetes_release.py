@@ -405,7 +405,7 @@ class ApiSilent(Exception):
     """Error raised when the API server does not respond.
 
     Args:
-        unasked: True if the connection failed during a response, False if before it.
+        unasked: True if the API server had responded and its log stream then ended. False if a request failed.
     """
 
     def __init__(self, why: str, *, unasked: bool = False) -> None:

@@ -135,7 +135,7 @@ def finished_before(same: SameCommand, options: Options) -> Manifest | None:
 def rerun_reason(same: SameCommand, options: Options) -> RerunReason | None:
     """Return the reason why a finished job runs again.
 
-    Return None if no job has finished, or with --fresh or --from.
+    Return None if no job has finished, or if --fresh or --from was passed.
     """
     if options.fresh or options.begin_from is not None:
         return None
@@ -153,7 +153,7 @@ def _other_hosts(listed: str | None) -> bool:
 
 
 def _unless_silent(work: Callable[[], Value]) -> Value | None:
-    """Return the result of ``work``, or None if the storage fails or does not respond, which the start reports."""
+    """Return the result of ``work``, or None if the storage fails or does not respond within ANSWER_S seconds."""
     future = begun(work, "checkpoints")
     if not futures.wait([future], ANSWER_S).done:
         return None

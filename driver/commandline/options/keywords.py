@@ -38,7 +38,7 @@ def flag_of(option: Field[Any]) -> str:
 def accepts(function: str) -> Callable[[Function], Function]:
     """Return a decorator that shows the accepted keyword arguments in a function's signature.
 
-    They replace ``**options``, for ``help()`` and editors.
+    The shown signature has these arguments instead of ``**options``, for ``help()`` and editors.
     """
 
     def shown(given: Function) -> Function:

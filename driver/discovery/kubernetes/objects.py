@@ -161,9 +161,9 @@ def _is_problem(condition: str, status: str, notices: Collection[str]) -> bool:
 
 
 def meaning_of(notice: str) -> tuple[str, float | None]:
-    """Return the meaning of a taint or condition that announces the end of a node.
+    """Return the meaning of a taint or condition that announces the end of a node, and the seconds until the end.
 
-    The second value is the time in seconds until the end if the cloud specifies it, otherwise None.
+    The number of seconds is None if the cloud does not specify it.
     """
     if notice in PROBLEMS:
         return PROBLEMS[notice][1], None

@@ -123,7 +123,7 @@ class Stuck(Part):
             self.actions.add(events.TellAwaited(event.generation, waiters, place.rank, event.line))
 
     def _record_gpu(self, record: WorkerRecord, event: events.WorkerProgressed) -> None:
-        """Record a worker's GPU progress. The time since its last change is valid only within one wait."""
+        """Record a worker's GPU progress, and when it last changed. A new wait in a collective counts as a change."""
         same_wait = (record.entered, record.inside) == (event.entered, event.inside)
         if not same_wait or _counts(record.gpu) != _counts(event.gpu):
             record.gpu_since = self.actions.now
@@ -205,7 +205,7 @@ class Stuck(Part):
         yield self._suspicions.next_fence()
 
     def watch(self) -> None:
-        """Check the members that others have waited for longer than the limit. Must be called after every event."""
+        """Check each member that makes others wait for longer than the limit. Must be called after every event."""
         if self._watched != self.worlds.generation:
             self._watched = self.worlds.generation
             self._stragglers = Stragglers(factor=self.settings.straggler_factor)

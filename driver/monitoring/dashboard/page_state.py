@@ -19,31 +19,32 @@ The whole state is the patch that creates it from nothing (`full`). The sections
                       and text: all of these as a sentence
           steps       optimizer steps per second now, decaying like rate; null: unknown, or none was observed
           samples     samples per second of all workers; null: no loader reports its batch size
-          steps_at    time of the report from which steps and samples are; null: none
+          steps_at    time of the report from which steps and samples were computed; null: no such report
           rate        commits per second now, decaying to 0 while none are possible; null: unknown
-          stall       null, or the current one: since, seconds, culprits: [{rank, worker, line, frozen}], more:
-                      culprits that are not listed, others: waiting ranks, where and line: of the first of these
+          stall       null, or the current stall: since, seconds, culprits: [{rank, worker, line, frozen}], more: number
+                      of culprits that are not listed, others: number of waiting ranks, where and line: collective
+                      and script line of the first waiting rank
           change_wait null, or the current wait of a planned change for a commit: since, for_s, joining and leaving:
-                      numbers of workers, workers: the first that join
-          goodput     workers: seconds by part; job: seconds by stretch, until at; counts: of stretches; ratio:
-                      training / all, or null before training
+                      numbers of workers, workers: the first joining workers
+          goodput     workers: seconds by part; job: seconds by stretch, until at; counts: number of stretches by kind;
+                      ratio: training / all, or null before training
           unhealthy   [{slot, outcome, code, line, took_s}]: slots whose last health check failed
-          quarantined [{place, slot, step, shard, digest, right, witnesses, agreed}]: slots or hosts not used any more
-                      since the worker of a slot computed wrong gradients, with the evidence
-          held_up     [{worker, rank, others, since} or {worker, rank, share, median}]: workers for which others wait
-                      now, and workers that wait less than the others, the worst first
-          slowest     null, or the rank whose own part of a step is longest: worker, rank, own_s, step_s, and
-                      median_s: the median of own_s
+          quarantined [{place, slot, step, shard, digest, right, witnesses, agreed}]: slots or hosts that are no
+                      longer used because a worker computed wrong gradients, with the evidence
+          held_up     [{worker, rank, others, since} or {worker, rank, share, median}]: workers for which others
+                      currently wait, and workers that wait less than the others, worst first
+          slowest     null, or the member with the longest time per step outside collectives: worker, rank, own_s,
+                      step_s, and median_s: the median of own_s
     rows  hosts       by name: slots, state (up, leaving, drained, lost), order, note
-          workers     by host:slot: host, slot, start, pid, rank, state (STATES), since, note, awaits: ranks that a
-                      waiting one waits for, in a stall; step_s: from one commit to the next, in its last report,
-                      own_s: of that, outside collectives; null: not reported in this world; usage: cores, memory,
-                      gpu, gpu_memory, see sinks.Usage
+          workers     by host:slot: host, slot, start, pid, rank, state (STATES), since, note, awaits: ranks that the
+                      worker waits for in a stall; step_s: seconds from one commit to the next in its last report;
+                      own_s: the part of step_s outside collectives; null: not reported in this world; usage: cores,
+                      memory, gpu, gpu_memory, see sinks.Usage
           stacks      by host:slot: at, why, text
-          reported    by name: rank, value, at: the last number of this name of the lowest rank that reports it
+          reported    by name: rank, value, at: the latest number that the lowest reporting rank reported under the name
     add   world       [at, size]: each change of the size
           speed       [at, commits per second]
-          metrics     [at, name, value]: of `reported`, once a second
+          metrics     [at, name, value]: the values of `reported`, at most once a second for each name
           stalls      past ones: as stall, with end: resumed, killed, lost, broken, job ended
           recoveries  {at, kind, generation, size, total_ms, phases_ms, why, shards}; shards: where lost shards of a
                       sharded state came from, or ""

@@ -125,7 +125,7 @@ class WorkerGrid:
 
     @property
     def changed(self) -> bool:
-        """Whether a row of a worker may differ from its row in the table."""
+        """Whether changes of workers have not been written to the table ``workers`` yet."""
         return bool(self._changed)
 
     def update_rows(self) -> None:

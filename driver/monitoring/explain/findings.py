@@ -305,7 +305,7 @@ def _why(story: JobHistory, source: JournalState, cause: Death | None) -> Iterat
 def _since_the_store(story: JobHistory, at: float) -> dict[str, float]:
     """Return the time from the loss of etcd to ``at`` as a fact, or no facts if etcd is available or the job has ended.
 
-    Events after the loss of etcd are consequences of it.
+    Problems that begin after the loss of etcd are assumed to be its consequences.
     """
     if story.store_away is None or story.view.end is not None or at < story.store_away.at:
         return {}

@@ -88,7 +88,7 @@ class RayEngine:
     def leave(self) -> None:
         """Exit the actor without an error.
 
-        Ray allows this only in a method of the actor, so its method ``leave`` is called.
+        Ray allows an exit only in a method of the actor, so this method calls the actor's method ``leave``.
         """
         import ray
 

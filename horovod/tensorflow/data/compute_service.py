@@ -190,7 +190,7 @@ def _read(path: Path) -> TfDataServiceConfig:
 
 @contextlib.contextmanager
 def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
-    """Context manager that waits for the dispatcher of this rank and its workers, and yields its address.
+    """Context manager that waits for this rank's dispatcher and its workers, and yields the dispatcher's address.
 
     Used in training jobs. The address has the form ``grpc://HOST:PORT``. If dispatchers run in the training job, this
     rank's dispatcher stops at the end of the block. Rank 0 logs an error if the compute job ends early, because

@@ -166,8 +166,7 @@ class ComputeClient:
     def wait_for_shutdown(self) -> None:
         """Wait until the end of the compute job is announced, without a time limit while the service exists.
 
-        If this process has requested the end, the service may exit before the next request. This counts as the end as
-        well.
+        If this process has requested the end and the service can no longer be reached, the job is considered ended.
         """
         try:
             while True:

@@ -18,7 +18,7 @@ def get_env_rank_and_size() -> tuple[int, int]:
     In an elastic job, these are the initial values.
 
     Raises:
-        RuntimeError: only one of the two variables of a pair is set.
+        RuntimeError: the environment contains the rank without the size, or the size without the rank.
     """
     for names in PAIRS:
         found = [os.environ[name] for name in names if name in os.environ]
