@@ -232,7 +232,7 @@ def in_one_line(reason: Reason) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Format a number and a noun, which is in the plural if necessary: ``1 worker``, ``2 workers``."""
+    """Format a number and a noun, in the plural if necessary: ``1 worker``, ``2 workers``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 

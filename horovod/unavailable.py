@@ -71,7 +71,7 @@ INTERNALS = {
 def refuse(front_end: str, instead: str) -> ImportError:
     """Return the error for the import of a front end that does not exist.
 
-    It is an ImportError, which scripts that try several front ends expect.
+    The error is an ImportError, because scripts that try several front ends catch ImportError.
     """
     return ImportError(
         f"horovod.{front_end} is not provided by hvd-elastic, which trains models of PyTorch, TensorFlow,"

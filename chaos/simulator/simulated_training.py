@@ -236,7 +236,7 @@ class Training:
     # ---- GPUs ------------------------------------------------------------------------------------------------------
 
     def launches(self, process: Process, collective: Collective) -> list[Launches]:
-        """Return how many collectives a waiting worker's GPU has launched and finished. Each step launches one."""
+        """Return a waiting worker's GPU progress: how many collectives were launched, started and completed."""
         if not self.on_gpus or collective.key[1] != "gradients" or len(collective.ranks) < 2:
             return []
         launched = collective.key[2] + 1

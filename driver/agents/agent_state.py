@@ -48,8 +48,9 @@ class AgentState:
     def attached(self, attach: Attach, *, seated: int = 0) -> AttachOutcome:
         """Handle a driver's `Attach` message.
 
-        A lower term is valid for a different job, because terms restart with each job whose journal is a file, and if
-        etcd loses its data. For jobs in etcd, the term in etcd is decisive.
+        A message with a lower term is accepted only for a different job, because terms restart with each job whose
+        journal is a file, and when etcd loses its data. If etcd contains a leader's term, the message's term must be
+        equal to it.
 
         Args:
             attach: the driver's message.
@@ -97,7 +98,7 @@ class AgentState:
     def fenced(self, generation: int, now: float) -> bool:
         """Return whether to kill this host's workers, because the job has continued without them.
 
-        This requires that no driver was reachable for one liveness timeout.
+        Return True only if no driver was reachable for one liveness timeout.
 
         Args:
             generation: the current generation according to etcd.

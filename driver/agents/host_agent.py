@@ -490,7 +490,8 @@ class HostAgent:
     def _log(self, level: str, text: str) -> None:
         """Log to the driver and to this agent's own output.
 
-        If a driver started the agent and is connected, log only to the driver, which also shows the agent's output.
+        If a driver started the agent and is connected, log only to the driver, because it also shows the agent's
+        output.
         """
         delivered = level != "debug" and self._uplink.send(Logged(cast(Any, level), text))
         if not (delivered and self._bound):

@@ -92,7 +92,7 @@ def allocation(environ: Mapping[str, str], slots_per_host: int | None) -> Alloca
 def commands_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for Slurm's commands, without the variables of the allocation.
 
-    The commands would use these variables as options, whose values are outdated after a resize of the allocation.
+    The commands would use these variables as options. Their values are outdated after the allocation is resized.
     """
     options = re.compile(r"(?!SLURM_CONF$)(SLURM|SLURMD|SRUN|SQUEUE|SINFO)_\w+")
     return {name: value for name, value in environ.items() if not options.fullmatch(name)}

@@ -8,8 +8,8 @@ their own numbers, and is valid once the last piece exists. Actions are omitted,
 events. A digest shows whether another driver computes the same actions. Transactions succeed only while this driver
 leads, so a driver that was replaced can neither write nor act, because actions require a written record.
 
-A snapshot changes N in one transaction, so that it is valid completely or not at all. Records before N are deleted in
-this and later transactions, because etcd limits the number of operations in a transaction.
+A snapshot changes N in one transaction, so that it is either completely valid or has no effect. Records before N are
+deleted in this and later transactions, because etcd limits the number of operations in a transaction.
 """
 
 from __future__ import annotations

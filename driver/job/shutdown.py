@@ -133,7 +133,7 @@ class Shutdown:
             self._remind_at, self._kill_at = None, now + self._leave_s
 
     def lost(self, workers: Collection[Worker], now: float) -> list[events.Action]:
-        """Return the actions for the loss of a host, whose workers' exits cannot be observed."""
+        """Return the actions for the loss of a host. The exits of its workers cannot be observed."""
         members = sorted(self._alive & self._members.keys() & set(workers), key=self._rank)
         self._alive -= set(workers)
         if self.code != 0 or not members:

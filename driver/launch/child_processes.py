@@ -2,7 +2,7 @@
 
 Makes no decisions. Each child has its own session, so that it receives neither Ctrl-C nor a terminal's SIGHUP. Its
 standard input stays open while this process runs. An agent that must not outlive this process exits when the input is
-closed. The exit is detected with a pidfd, not by the end of the output, which other processes may hold open.
+closed. The exit is detected with a pidfd, because other processes may keep the output open after the exit.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class LocalLauncher:
         self.agent.dump(worker, all_threads=all_threads)
 
     def measure(self, host: str, peer: str) -> None:
-        """Report that nothing was measured, because all workers run on this machine."""
+        """Report a BandwidthMeasured event without a result, because all workers run on this machine."""
         trouble = "both hosts are this machine"
         loop = asyncio.get_running_loop()
         loop.call_soon(self._noticed, BandwidthMeasured(host, peer, trouble=trouble))

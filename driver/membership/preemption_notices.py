@@ -100,7 +100,7 @@ class Notices(Part):
         return True
 
     def reported(self, event: HostReported) -> None:
-        """Apply the notice, or its absence, in an agent's report. It replaces earlier notices for the host."""
+        """Apply the notice, or its absence, in an agent's report. The report replaces earlier notices for the host."""
         if event.notice is not None:
             self._leaves(event.host, event.notice, alone=False)
         else:

@@ -3,7 +3,7 @@
 Pure: no I/O, no clock.
 
 For each name, only the values of the lowest reporting rank are kept, because the other ranks usually report similar
-ones. When a series exceeds POINTS, every second point is dropped.
+values. When a series exceeds POINTS, every second point is dropped.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ for ``lease_s``, the connection ends with a timeout, and ``gone`` is called with
 
 Callers are workers or agents, and `Callers` describes how they identify themselves. The caller's proof is
 ``proof(secret, role, challenge.nonce, answer.nonce, name)``, and the server's proof is ``proof(secret, "driver",
-answer.nonce, challenge.nonce, name)``. Between its Answer and the server's Accepted, a caller sends nothing.
+answer.nonce, challenge.nonce, name)``. A caller sends no messages between its Answer and the server's Accepted.
 
 `elastic.protocol.pending_handshakes` limits the number of unauthenticated connections: beyond the limit, a new one
 replaces the oldest. At most ACCEPTED_AT_ONCE connections are accepted before authenticated ones are served again.

@@ -1,6 +1,6 @@
 """Source of Amazon EC2 spot instance interruption notices, which arrive two minutes in advance.
 
-They are read from the instance metadata service v2. See "Spot Instance interruption notices" and "EC2 instance
+The notices are read from the instance metadata service v2. See "Spot Instance interruption notices" and "EC2 instance
 rebalance recommendations" in docs.aws.amazon.com/AWSEC2/latest/UserGuide. Recommendations are only logged.
 """
 

@@ -52,7 +52,7 @@ def leading_imports(source: str, own: Collection[str] = ()) -> tuple[list[str], 
         The names of the modules, and whether the file consists only of imports.
 
     The search stops at the first statement that is not an import, because it may affect later imports, and at the first
-    import of a module in ``own``, which are the modules of the script's own package or folder.
+    import of a module in ``own``. ``own`` contains the modules of the script's package or folder.
 
     Raises:
         SyntaxError: ``source`` is not valid Python.
@@ -113,7 +113,7 @@ def script_imports(script: str, folder: str) -> list[str]:
 
 
 def prepare(modules: str, script: str, folder: str) -> None:
-    """Import the given modules, ignoring errors, which occur again when the worker's script imports the modules.
+    """Import the given modules. Errors are ignored, because they occur again when the worker's script imports them.
 
     With ``auto`` alone, torch and this package are imported only if the script imports torch before any other
     statement. Otherwise, the script may first set variables that torch reads when it is imported.

@@ -72,7 +72,7 @@ def plain(command: Sequence[str]) -> Plain | None:
 
 
 def shared(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that imports may read, which exclude those that identify a worker."""
+    """Return the variables that imports may read, without the variables that identify a worker."""
     return {
         name: text
         for name, text in environ.items()

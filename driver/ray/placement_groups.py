@@ -94,7 +94,7 @@ class SlotTable:
 
     @property
     def all(self) -> Mapping[str, Sequence[int]]:
-        """For each node, its claims in the order of their slots."""
+        """Claims of each node, in the order of their slots."""
         return self._seats
 
     def want(self, most: int) -> None:

@@ -1,6 +1,6 @@
 """Coordinator of workers that other software, such as Ray Train, places and starts.
 
-It creates their environment variables.
+It also creates the workers' environment variables.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class PlacementTimeout(Invalid, TimeoutError):
 class _Job:
     """Base class of both kinds of job.
 
-    It holds the executor, which checks its arguments, and the callbacks of the current call.
+    It holds the callbacks of the current call, and the executor, which checks the arguments.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ class Suspicion:
     def wait_since(self, since: float) -> None:
         """Move the start of the wait to ``since`` if that is later.
 
-        The workers that began to wait earlier may have made progress meanwhile.
+        Workers that began to wait before ``since`` may have made progress since then.
         """
         self.since = max(self.since, since)
         self.idle_since = max(self.idle_since, self.since)

@@ -244,6 +244,6 @@ class GiveUpRules:
 
 
 def named_slots(slots: Sequence[tuple[str, int]]) -> str:
-    """Format a list of slots: the names of the first slots and the number of further ones."""
+    """Format a list of slots: the names of the first slots, and the number of slots that are not named."""
     more = f" and {len(slots) - NAMED} more" if len(slots) > NAMED else ""
     return ", ".join(f"{host}:{slot}" for host, slot in slots[:NAMED]) + more

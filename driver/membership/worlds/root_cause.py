@@ -72,7 +72,7 @@ class RootCauseSearch:
     def wait_longer(self, live: Iterable[Worker]) -> bool:
         """Return whether the search continues after the time ``by``.
 
-        It does while a suspect may still exit. In that case, ``by`` is extended.
+        The search continues while a suspect may still exit. In that case, ``by`` is extended.
         """
         if self.by >= self.latest or all(worker in self.reporters for worker in live):
             return False

@@ -210,7 +210,7 @@ class AgentActor:
             return b"", str(error)
 
     async def end(self) -> None:
-        """Stop the agent, which kills its workers, and remove its files."""
+        """Stop the agent, which also ends its workers, and remove the agent's files."""
         self._fetched = True
         await self._clear()
 

@@ -239,7 +239,8 @@ def send_to_data_service(
         processing_mode: "distributed_epoch", in which the workers divide each epoch among them, or "parallel_epochs".
         reuse_dataset: whether all ranks share one pass over the data, so that each element is sent to only one of them.
             Requires a single dispatcher, and every rank must make this call. If False, each rank receives all elements.
-        round_robin: with ``reuse_dataset``, whether the ranks receive elements in turn. The dataset must be infinite.
+        round_robin: with ``reuse_dataset``, whether the ranks receive elements in round-robin order. The dataset must be
+            infinite.
 
     Raises:
         Invalid: dispatchers run in the training job; use `tf_data_service` instead.
@@ -334,7 +335,7 @@ def _pass() -> str:
     """Return a new name for passes over a dataset, the same on all ranks.
 
     Each dataset and each training needs a separate name. Otherwise, it would reuse the finished passes of an earlier
-    one.
+    dataset or training.
     """
     drawn = uuid.uuid4().hex if hvd.rank() == 0 else None
     return str(hvd.broadcast_object(drawn, name="tf.data service, shared passes"))

@@ -1,6 +1,6 @@
 """Creation of keys with which workers authenticate each other.
 
-Jobs do not use these keys, because every job has its own secret. They are for settings that require a key.
+Jobs do not use these keys, because every job has its own secret. The keys are only for settings that require one.
 """
 
 from __future__ import annotations
