@@ -5,8 +5,8 @@ that it keeps. The next commit, or a planned change of the world, seals the comm
 newest complete commit and send its rows to their new owners. Each row contains the history of its state, so that a row
 of another commit is detected.
 
-Invariant: if workers on no more than ``copies`` hosts were lost since the newest seal, that commit or a newer one is
-restored.
+Invariant: if workers on no more than ``copies`` hosts were lost since the newest seal, the sealed commit or a newer
+one is restored.
 """
 
 from __future__ import annotations

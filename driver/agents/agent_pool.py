@@ -4,12 +4,13 @@ Pure: no I/O, no clock.
 
     none   --start a worker--> wanted: an agent is started (if possible), and worker starts are queued for it
     wanted --Registered--> here: queued starts are sent, messages of its workers are received
-    here   --gone--> missing, for RETURN_S --Registered--> here
-      |          +--------------------------------> lost: HostLost
-      +--gone silently-----------------------------> lost --Registered--> here
-      +--the driver gives it up--------------------> lost
-    here   --off the list, its workers gone--> none: its agent is dismissed, if this driver or an engine started it
-                                               (with an engine, the hosts are those with agents: ``lists_hosts``)
+    here   --connection closed--> missing --Registered within RETURN_S--> here
+      |                              +--RETURN_S expired----------------> lost: HostLost
+      +--host unresponsive----------> lost --Registered--> here
+      +--given up by the driver-----> lost
+    here   --removed from the list, workers exited--> none: the agent is dismissed if this driver or an engine started
+                                                      it (with an engine, the list contains the hosts with agents:
+                                                      ``lists_hosts``)
 
 On each new connection, the agent reports the running workers, from which a HostReported event is made, and its workers
 repeat their state. Orders sent on a lost connection are not repeated, because the report shows whether they were

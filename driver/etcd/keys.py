@@ -4,7 +4,7 @@ All keys are under ``/hvd-elastic/<job>/``:
 
     hosts/<host>   HostRecord, under the lease of the host's agent
     driver         LeaderRecord, under the lease of the driver that leads
-    term           of the last driver that has led; permanent
+    term           term of the newest leader; permanent
     operators      host:port of the last leader for operators; permanent
 """
 

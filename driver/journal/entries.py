@@ -1,8 +1,8 @@
 """Journal entries, their encoding, and their readable form. Pure: values and bytes. Makes no decisions.
 
-A journal contains one JSON object per line. The header is followed by events with the resulting actions. In between,
-there are snapshots of the complete state, from which another driver can resume without reading the whole journal, lines
-about driver changes, and lines about external problems.
+A journal contains one JSON object per line. The header is followed by events with the resulting actions. The lines
+between the events are of three other kinds: snapshots of the complete state, changes of the driver, and external
+problems. From a snapshot, another driver can resume without reading the whole journal.
 
     {"journal": 2, "date": ..., "settings": {...}, "job": ..., "command": [...], "folder": ..., "writer": {...}}
     {"at": seconds, "event": {...}, "actions": [...]}

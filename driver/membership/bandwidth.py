@@ -6,10 +6,10 @@ A host is measured when the health check of one of its slots has passed, by a tr
 a peer: the host of rank 0 or, before the first world, the first host of the list, which will have rank 0. Hosts are
 measured one at a time, because concurrent transfers to the peer would share its bandwidth. A host is too slow if, in
 two consecutive measurements, it sends or receives at less than a given fraction of the median rate of the other hosts,
-measured to the same peer: a single measurement could be slowed by other traffic. Its workers wait for the result,
-unless the job has too few hosts for a comparison. Before the first world, all hosts wait until the last one has been
-measured, so no host is measured if there are more than HOSTS_MOST. Later, if too few members have been measured for a
-comparison, up to REFERENCES of them are measured first.
+measured to the same peer. Two measurements are required, because other traffic could slow a single one. The workers of
+a host wait for its result, unless the job has too few hosts for a comparison. Before the first world, all hosts wait
+until the last host has been measured, so no host is measured if there are more than HOSTS_MOST. Later, if too few
+hosts of members have been measured for a comparison, up to REFERENCES of them are measured first.
 """
 
 from __future__ import annotations

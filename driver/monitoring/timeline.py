@@ -4,7 +4,8 @@ Converts records to trace events in JSON, which must be written in order. Pure: 
 the monotonic clock of the driver. The viewer shows the driver as a process with these rows:
 
     generations   a span for each world, from its publication to its end
-    recoveries    a span for each start, recovery and planned change, from its cause to the first collective of all
+    recoveries    a span for each start, recovery and planned change, from its cause until all members completed a
+                  collective
     workers       starts, joins, kills, exits
     changes       planned changes, from the request to the new world or the cancellation
     warnings      warnings and errors of the log

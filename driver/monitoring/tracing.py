@@ -1,8 +1,8 @@
 """Recording of timelines: the trace records of all workers are collected in one file, which a separate thread writes.
 
-    nothing --open, or TimelineWanted--> recording: each worker receives Tracing(on), now or at its Hello
-    recording --TimelineUnwanted--> ending: each receives Tracing(off), and sends its remaining records
-    ending --TracedAll of each, or END_S--> nothing; requests are answered
+    idle --open, or TimelineWanted--> recording: each worker receives Tracing(on), now or after its Hello
+    recording --TimelineUnwanted--> ending: each worker receives Tracing(off), and sends its remaining records
+    ending --TracedAll from each worker, or END_S expired--> idle; requests are answered
 
 The event loop only queues records; `timeline` converts them to text. Errors while writing the file are logged once and
 end the timeline, never the job. If records arrive faster than they can be written, they are dropped and counted.

@@ -3,7 +3,7 @@
     connected --Challenge-->   waiting for an Answer: HANDSHAKE_LIMIT bytes, HANDSHAKE_S seconds, TLS included
     Answer    --Accepted-->    open: each message goes to ``heard``
               --TurnedAway-->  closed: the caller knows the secret, but is not expected
-    closed, broken, or an invalid message: ``gone``, once
+    connection closed or failed, or invalid message: ``gone`` is called once
 
 Each host's kernel acknowledges a small packet every second, independently of its processes. If nothing is acknowledged
 for ``lease_s``, the connection ends with a timeout, and ``gone`` is called with ``silent``.

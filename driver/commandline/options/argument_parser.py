@@ -73,7 +73,7 @@ def switch(names: str, text: str, *, use: Use = Use(), **more: Any) -> Any:
 
 
 def choice(default: Any, *each: Declared, use: Use = Use()) -> Any:
-    """Declare a field that is set by one or more flags, each declared with `given` or a similar tuple."""
+    """Declare a field that one or more flags set. Each flag is a tuple as returned by `given`."""
     return field(default=default, metadata={"flags": each, "use": use})
 
 

@@ -4,7 +4,7 @@ Pure: no I/O, no clock.
 
     span      [start, end, state, incarnation, rank]      seconds; an index into STATES; rank -1 outside a world
     world     [at, size, generation]
-    recovery  [began, ended, generation, kind]            from the cause to the first collective of all
+    recovery  [began, ended, generation, kind]            from the cause until all members completed a collective
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class KerasEstimator(HorovodEstimator):
         callbacks: callbacks for ``model.fit`` on every worker.
         batch_size, val_batch_size: number of rows per worker and step. Lost workers do not change which rows belong to
             a step.
-        epochs, train_steps_per_epoch, validation_steps_per_epoch: length of the training.
+        epochs, train_steps_per_epoch, validation_steps_per_epoch: number of epochs, and of steps in each of them.
         shuffle, random_seed: whether to shuffle the rows, and the seed for their order and for Keras.
         run_id: name of the run in the store. If the run has a checkpoint, the training continues from it.
         backend_env: variables that are added to the workers' environment.

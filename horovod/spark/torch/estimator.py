@@ -43,7 +43,7 @@ class TorchEstimator(HorovodEstimator):
         validation: fraction of the rows to use for validation, or a column that is true for these rows.
         batch_size, val_batch_size: number of rows per worker and step. Lost workers do not change which rows belong to
             a step.
-        epochs, train_steps_per_epoch, validation_steps_per_epoch: length of the training.
+        epochs, train_steps_per_epoch, validation_steps_per_epoch: number of epochs, and of steps in each of them.
         shuffle, random_seed: whether to shuffle the rows, and the seed for their order and for torch.
         run_id: name of the run in the store. If the run has a checkpoint, the training continues from it.
         train_minibatch_fn: function that replaces the default training step; see Horovod.

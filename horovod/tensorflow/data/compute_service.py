@@ -239,8 +239,8 @@ def send_to_data_service(
         processing_mode: "distributed_epoch", in which the workers divide each epoch among them, or "parallel_epochs".
         reuse_dataset: whether all ranks share one pass over the data, so that each element is sent to only one of them.
             Requires a single dispatcher, and every rank must make this call. If False, each rank receives all elements.
-        round_robin: with ``reuse_dataset``, whether the ranks receive elements in round-robin order. The dataset must be
-            infinite.
+        round_robin: with ``reuse_dataset``, whether the ranks receive elements in round-robin order. The dataset must
+            be infinite.
 
     Raises:
         Invalid: dispatchers run in the training job; use `tf_data_service` instead.
