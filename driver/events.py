@@ -774,8 +774,8 @@ class ShardsDivided(Value):
 class ReportRecovery(Action, omit_defaults=True):
     """Report that every member has resumed after a failure or a planned change.
 
-    Times are in milliseconds since the cause was detected. Journals of earlier versions lack the last three fields, and
-    their replay yields the same bytes.
+    Times are in milliseconds since the cause was detected. Journals of earlier versions lack the last three fields. The
+    replay of such a journal yields the same bytes.
 
     Args:
         from_checkpoint: whether the survivors restored a durable commit.

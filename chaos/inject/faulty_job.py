@@ -201,7 +201,7 @@ class _Fire:
 class _Stop:
     """Handler of signals that request the end of the run.
 
-    The signal is forwarded to the job, unless it came from a terminal, because a terminal sends it to the job itself.
+    The signal is forwarded to the job, unless it came from a terminal, which has then already sent it to the job.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:

@@ -20,15 +20,15 @@ is proportional to the number of resulting actions.
                        it reported them.
     EQUAL DIGESTS      Commits with the same generation and number have equal parameters. Commit 0 of a world is the
                        commit from which the world began.
-    EACH SAMPLE ONCE   See `sample_history`. Only if workers report samples, which they do in tests.
+    EACH SAMPLE ONCE   Checked only if workers report samples, which they do in tests. See `sample_history`.
     SIZE               min <= members <= max, or max + 1 while a worker leaves. The reason for a slow gathering is
                        logged. No world of elastic.run has a free place while a worker waits for one. At most max
                        workers plus the standbys are started.
     NO MIXING          A worker reports only on generations in which it has a place, in ascending order, and resumes
                        once in each. Not visible: which bytes a collective moved.
     RANK 0 IS NO OTHER Ranks start at 0: first the old members that hold the commit, then other old members, then new
-                       members. Old members keep their order. The job does not end for lack of a holder while a holder
-                       lives.
+                       members. Old members keep their order. The job does not end because of a missing holder while a
+                       holder is alive.
     EVERY WAIT ENDS    Starts, exits, answers, stops, gatherings and the end of the job happen within their timeouts.
                        Not visible: waits that a worker does not report.
     SEALED IS KEPT     If a worker has reported a commit of a sharded state as sealed, no older commit is restored as

@@ -264,7 +264,7 @@ class WorkerRecords:
     def _counts_on(self, worker: Worker, known: LiveWorker, event: events.WorkerDigested) -> None:
         """Check that the commits of one worker in one generation are in ascending order.
 
-        A commit may be reported in several parts.
+        Consecutive reports may name the same commit, because a commit may be reported in several parts.
         """
         generation, commit = event.generation, event.commit
         if commit.generation > generation:

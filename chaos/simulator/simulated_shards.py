@@ -94,7 +94,7 @@ class ShardedJob:
             steps: number of steps of the commit. None means that the workers have no complete commit.
 
         Raises:
-            AssertionError: the commit is older than a sealed one that must have survived.
+            AssertionError: the commit is older than a sealed commit that must have survived.
         """
         newest = self.newest
         self.lost += steps is None

@@ -1,9 +1,10 @@
 """Training of simulated workers, with invariants across all workers that only a simulator can check.
 
-A state is a number of steps, a cursor into the samples, and a hash of their history, so that two states are equal only
-if the same worlds produced them. A collective belongs to one generation, needs all its ranks, and requires their states
-to be equal; each rank contributes the sample on which it trained. When a worker finishes, its state must contain every
-sample of every epoch exactly once, except for the repeats that pad the last round.
+A state consists of a number of steps, a cursor into the samples, and a hash of the history. Two states are therefore
+equal only if the same worlds produced them. A collective belongs to one generation, and completes when all ranks have
+entered it. The states of all ranks must be equal. Each rank contributes the sample on which it trained. When a worker
+finishes, its state must contain every sample of every epoch exactly once, except for the repeats that pad the last
+round.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def _at_addresses(drivers: list[str], file: str = "") -> Find:
 
 
 def _listed(file: str) -> list[str]:
-    """Return the addresses in a file, which the agent's starter may rewrite.
+    """Return the addresses in a file that the agent's starter may rewrite.
 
     Return no addresses if the file cannot be read.
     """

@@ -2,9 +2,9 @@
 
 The peer's agent listens. The measured host's agent connects, and both sides prove knowledge of the job's secret. To
 measure one direction, the measured host's agent sends chunks, which the peer's agent acknowledges. To measure the other
-direction, it requests chunks from the peer's agent. Few chunks are in flight, and
-each transfer ends after TRANSFER_S, to limit the effect on training over a slow network. The result is the best of
-several transfers, because a busy host delays some of them.
+direction, it requests chunks from the peer's agent. Few chunks are in flight, and each transfer ends after TRANSFER_S,
+to limit the effect on training over a slow network. The result is the best of several transfers, because a busy host
+delays some of them.
 """
 
 from __future__ import annotations

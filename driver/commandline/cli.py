@@ -836,7 +836,7 @@ def _writable_place(flag: str, path: str | None, *, replaces: bool = False) -> s
         replaces: whether an existing file will be replaced with a new file rather than modified.
 
     Raises:
-        Invalid: the check failed.
+        Invalid: the file cannot be written.
     """
     if path is None:
         return None

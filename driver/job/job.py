@@ -119,7 +119,7 @@ async def first_hosts(job: Job, log: Log) -> dict[str, int] | None:
 def script_discovery(
     job: Job, known: dict[str, int], log: Log, *, only: ThisHost | None = None
 ) -> Discovery:
-    """Return the discovery for the job's script or Slurm allocation, which yields ``known`` first.
+    """Return the discovery for the job's script or Slurm allocation. The discovery yields ``known`` first.
 
     Args:
         job: the job.

@@ -14,7 +14,7 @@ from elastic.checkpoints.files.storage import Storage
 class StartCleanup:
     """Registry of the files and folders that one start has created.
 
-    ``remove`` is idempotent, and removes them in reverse order.
+    ``remove`` deletes them in reverse order, and is idempotent.
     """
 
     def __init__(self) -> None:

@@ -136,7 +136,7 @@ class FileArchive:
             ) from error
 
     def keep_private(self) -> None:
-        """Make the file readable only for this user. Opening an existing file does not change its mode.
+        """Make the file readable only for this user, because opening an existing file does not change its mode.
 
         Raises:
             Invalid: the mode cannot be changed.

@@ -186,9 +186,9 @@ def _shown(value: object) -> str:
 def clock_offset(past: RecoveredJob, loop_time: float, *, unix_s: float, boot: str) -> float:
     """Return the seconds to add to this driver's clock, which is at ``loop_time``, to continue the job's clock.
 
-    The offset is unchanged if the machine has not rebooted since. Otherwise, the time without a driver is computed from
-    the system clocks, which may be wrong, so it is limited to the longest cooldown. The job's clock never goes
-    backwards.
+    The offset is unchanged if the machine has not rebooted since the previous driver started. Otherwise, the time
+    without a driver is computed from the system clocks. Because these may be wrong, the time is limited to the longest
+    cooldown. The job's clock never goes backwards.
     """
     if boot and boot == past.writer.boot:
         now = loop_time + past.writer.offset_s

@@ -69,7 +69,9 @@ def writer_of(chapter: str) -> tuple[int, str]:
 
 
 def counting(chapters: Mapping[str, Mapping[int, bytes]]) -> tuple[list[bytes], Place | None]:
-    """Return the valid records, from the last that invalidates earlier records on, and the end of the last record.
+    """Return the valid records, and the end of the last record.
+
+    The first of these records is the newest record that invalidates all earlier records.
 
     Args:
         chapters: the pieces of each chapter by number.

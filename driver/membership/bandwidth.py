@@ -2,14 +2,17 @@
 
 Pure: no I/O, no clock.
 
-A host is measured when the health check of one of its slots has passed, by a transfer in each direction between it and
-a peer: the host of rank 0 or, before the first world, the first host of the list, which will have rank 0. Hosts are
-measured one at a time, because concurrent transfers to the peer would share its bandwidth. A host is too slow if, in
-two consecutive measurements, it sends or receives at less than a given fraction of the median rate of the other hosts,
-measured to the same peer. Two measurements are required, because other traffic could slow a single one. The workers of
-a host wait for its result, unless the job has too few hosts for a comparison. Before the first world, all hosts wait
-until the last host has been measured, so no host is measured if there are more than HOSTS_MOST. Later, if too few
-hosts of members have been measured for a comparison, up to REFERENCES of them are measured first.
+A host is measured when the health check of one of its slots has passed. The measurement is a transfer in each direction
+between the host and a peer. The peer is the host of rank 0 or, before the first world, the first host of the list,
+which will have rank 0. Hosts are measured one at a time, because concurrent transfers to the peer would share its
+bandwidth.
+
+A host is too slow if, in two consecutive measurements, it sends or receives at less than a given fraction of the median
+rate of the other hosts, measured to the same peer. Two measurements are required, because other traffic could slow a
+single one. The workers of a host wait for its result, unless the job has too few hosts for a comparison. Before the
+first world, all hosts wait until the last host has been measured, so no host is measured if there are more than
+HOSTS_MOST. Later, if too few hosts of members have been measured for a comparison, up to REFERENCES of them are
+measured first.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ def too_slow(
 
     Returns:
         The evidence: ``direction``, ``peer``, ``bytes_s``, ``median_bytes_s`` and ``others``, the number of compared
-        hosts. None if the host is fast enough, or if fewer than OTHERS_MIN others were measured against the same peer.
+        hosts. None if the host is fast enough, or if fewer than OTHERS_MIN other hosts were measured
+        with the same peer.
     """
     comparable = [each for each in others if each.peer == mine.peer and each.host != mine.host]
     for direction in ("sent", "received"):

@@ -225,8 +225,8 @@ class Failures(Part):
     def _nothing_to_lose(self) -> bool:
         """Return whether all workers may restart from the beginning without losing progress.
 
-        The conditions are: --reset-limit bounds the number of restarts, no worker has entered elastic.run, and no
-        worker's script has failed, since it would fail again.
+        This is the case if --reset-limit bounds the number of restarts, no worker has entered elastic.run, and no
+        worker's script has failed. A script that has failed would fail again.
         """
         if self.settings.reset_limit is None:
             return False  # A script without elastic.run is restarted only if the user requested it.

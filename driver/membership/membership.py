@@ -12,11 +12,11 @@ Every world has a generation number, and every event about a world carries it. E
 generations. The world shrinks only after a lost worker is dead: either its agent has reported the exit, or the driver
 has fenced the unreachable worker.
 
-This module routes each event to the part that handles it, and runs the checks that follow each event. `worlds` has the
-transitions between phases, `worker_reports` the workers' reports, `failures` failed worlds and dead workers,
-`reconnect` repeated reports after a lost connection, `frozen` and `stuck` workers that hold up the others,
-`preemption_notices` preemption, `operator_requests` operator requests, `worker_pool` the processes, and `root_cause`
-the attribution of failures.
+This module routes each event to the part that handles it, and runs the checks that follow each event. The parts are
+`worlds` (transitions between phases), `worker_reports` (reports of workers), `failures` (failed worlds and dead
+workers), `reconnect` (repeated reports after a lost connection), `frozen` and `stuck` (workers that delay the others),
+`preemption_notices` (preemption), `operator_requests` (requests of operators), `worker_pool` (processes), and
+`root_cause` (attribution of failures).
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ class Notices(Part):
     def _schedule(self, last: float | None) -> None:
         """Schedule the last checkpoint before the time ``last``, which is None if the end is unknown.
 
-        Called again with an earlier end, it reschedules the checkpoint.
+        If this method is called again with an earlier end, it reschedules the checkpoint.
         """
         now, self._last_by = self.actions.now, last
         self._ask_at = [at for at in self._ask_at if at <= now]

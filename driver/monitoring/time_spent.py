@@ -81,9 +81,9 @@ class Spent:
     steps: Mapping[str, float] | None = None
 
     def counts(self, report: Times, seconds: float) -> None:
-        """Assign stalled time to the parts of a new report, from which `times` then subtracts it.
+        """Assign stalled time to the parts of a new report. `times` subtracts the assigned time from these parts.
 
-        It is assigned to lost time first, because no commits are made in a stall, and then to the largest parts.
+        Lost time is reduced first, because no commits are made in a stall, and then the largest parts.
 
         Args:
             report: the new report of the worker.
@@ -264,7 +264,7 @@ class TimeSpent(ViewReader):
 
         Args:
             now: current time, in seconds.
-            first: whether the current world was a world of ``init()``, so that training has not begun.
+            first: whether the current world is a world of ``init()``, so that training has not begun.
         """
         if first:
             self._stretch = "starting"

@@ -1,7 +1,7 @@
 """Detection of hosts that cannot reach each other, judging by their addresses. Pure: no I/O, no clock.
 
-Addresses on different networks are not necessarily an error, because routers may connect them. They are reported only
-if all hosts share another network. Addresses that obviously cannot reach each other are always reported.
+Addresses on different networks are not necessarily an error, because routers may connect them. Such addresses are
+reported only if all hosts share another network. Addresses that obviously cannot reach each other are always reported.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ Callers are workers or agents, and `Callers` describes how they identify themsel
 ``proof(secret, role, challenge.nonce, answer.nonce, name)``, and the server's proof is ``proof(secret, "driver",
 answer.nonce, challenge.nonce, name)``. A caller sends no messages between its Answer and the server's Accepted.
 
-`elastic.protocol.pending_handshakes` limits the number of unauthenticated connections: beyond the limit, a new one
-replaces the oldest. At most ACCEPTED_AT_ONCE connections are accepted before authenticated ones are served again.
+`elastic.protocol.pending_handshakes` limits the number of unauthenticated connections: beyond the limit, a new
+connection replaces the oldest one. After at most ACCEPTED_AT_ONCE new connections, authenticated connections are served
+again.
 """
 
 from __future__ import annotations

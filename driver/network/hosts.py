@@ -147,7 +147,7 @@ class _Unresolved(Exception):
 class ThisHost:
     """Recognizer of names that refer to this machine.
 
-    Recognized are the machine's addresses (including loopback), its host name, and names that resolve to its addresses.
+    It accepts this machine's addresses (including loopback), its host name, and names that resolve to these addresses.
 
     Addresses and the plain host name need no lookup. Other names are resolved once, within ``resolve_s`` seconds. Tests
     pass ``hostname``, ``resolve`` and ``has_address``, so that they need no network.

@@ -36,7 +36,7 @@ class Node(NamedTuple):
 
 
 class Cluster(Protocol):
-    """Interface for operations on a Ray cluster. All may block, and raise RayUnavailable.
+    """Interface for operations on a Ray cluster. All operations may block, and may raise RayUnavailable.
 
     The implementation is `discovery_calls.RayCalls`.
     """

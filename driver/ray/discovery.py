@@ -64,7 +64,7 @@ def host_of(address: str, node_id: str) -> str:
 
 
 class RayDiscovery:
-    """Discovery of the hosts with placed claims, which maintains the requested number of claims.
+    """Discovery of the hosts with placed claims. It also maintains the requested number of claims.
 
     A later driver finds the claims by their names, which contain ``job``. Therefore, ``job`` must be unique in the
     namespace.
@@ -148,7 +148,7 @@ class RayDiscovery:
         """Wait until Ray has placed at least ``at_least`` slots.
 
         Raises:
-            Invalid: they were not placed within ``within_s`` seconds. All claims have been released.
+            Invalid: the slots were not placed within ``within_s`` seconds. All claims have been released.
         """
         begun = self._clock()
         waited = False

@@ -98,7 +98,7 @@ class ElasticRayExecutor:
         )
 
     def start(self) -> None:
-        """Reserve resources.
+        """Reserve resources for the workers.
 
         Raises:
             PlacementTimeout: the cluster did not have enough free resources within the timeout.

@@ -171,7 +171,7 @@ class ChartRelease:
         """Set the number of worker pods and return the previous number.
 
         Raises:
-            Invalid: the job cannot continue with so few pods, or it is a JobSet.
+            Invalid: the job cannot continue with so few pods, or the job is a JobSet, whose number of pods is fixed.
         """
         job, workers = self._job(), self._workers()
         if not is_scalable(workers):
@@ -417,7 +417,7 @@ class ApiSilence:
     """Handler of API server outages, which logs the start and end of each outage.
 
     Raises:
-        Invalid: the API server is lost for longer than AWAY_S seconds.
+        Invalid: the API server does not respond for longer than AWAY_S seconds.
     """
 
     def __init__(self, say: Callable[[str], object]) -> None:

@@ -1,12 +1,12 @@
 """Decisions about workers that are frozen or unreachable. Deterministic.
 
-These processes have not exited, so no collective fails, but their world makes no progress:
+The following workers have not exited, so no collective fails, but their world makes no progress:
 
-    frozen    its agent reports that it cannot run (it is stopped, or its container is paused): fenced immediately if
-              another worker trains with it, is about to, or waits for it; a worker that is alone in its world may have
-              been stopped on purpose, and is not fenced
-    cut off   its host no longer acknowledges packets: fenced immediately; given up if the kill cannot reach it
-    lost      its whole host is unreachable, including its agent: given up immediately, since nothing can be killed
+    frozen    the agent reports that the worker cannot run (the process is stopped, or its container is paused): fenced
+              immediately if another worker trains with it, will train with it, or waits for it; a worker that is alone
+              in its world may have been stopped on purpose, and is not fenced
+    cut off   the worker's host no longer acknowledges packets: fenced immediately; given up if the kill cannot reach it
+    lost      the whole host is unreachable, including its agent: given up immediately, because no process can be killed
               there; if all members run there, no worker could continue, so the job waits for the host to return
 
 "Given up" means that the world continues without the worker. If the worker resumes later, its generation is over and

@@ -96,7 +96,7 @@ class Mismatches:
     def repeats(self, generation: int, calls: Iterable[Called]) -> bool:
         """Record the calls that made a world fail. Return whether the previous world failed in one of these calls.
 
-        A rank may have reported only its own call, if it did not receive those of the other ranks.
+        A rank may have reported only its own call, if it did not receive the calls of the other ranks.
         """
         now = frozenset((each.name, each.line) for each in calls)
         again = generation == self._generation + 1 and not now.isdisjoint(self._calls)

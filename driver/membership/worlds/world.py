@@ -86,7 +86,7 @@ class World:
         """Compare a state digest reported by a member with the first digest reported for the same commit.
 
         Returns:
-            If the digests differ, the worker assumed to be wrong and the one assumed to be right. Otherwise None.
+            The worker assumed to be wrong and the worker assumed to be right, or None if the digests are equal.
         """
         first = self._digests.setdefault(event.commit, (event.worker, event.digest))
         while len(self._digests) > DIGESTS:
