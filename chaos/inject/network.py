@@ -95,7 +95,7 @@ def _socket(fields: list[str], inodes: Collection[str]) -> Socket | None:
 def _end(text: str) -> End:
     """Parse an address of ``/proc/net/tcp`` such as ``0100007F:1F90``, which means 127.0.0.1 and port 8080.
 
-    Its four-byte words are in this machine's byte order.
+    The four-byte words of the address are in this machine's byte order.
     """
     words, _, port = text.partition(":")
     data = b"".join(

@@ -1,8 +1,8 @@
 """Faults of a simulation. Each fault is a function that chooses its victims with the random generator of the run.
 
 ``MILD`` faults always leave workers that hold the newest commit and can continue, so the job must succeed. A run does
-not use all kinds of faults. Its seed determines the kinds, their frequencies and the quality of the network. This finds
-more bugs than a uniform mixture, in which one frequent fault hides the consequences of another.
+not use all kinds of faults. Its seed determines the kinds, their frequencies and the quality of the network. Such
+runs find more bugs than runs with a uniform mixture, in which one frequent fault hides the consequences of another.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ LOOK_S = 0.25  # seconds between checks of an earlier agent's lease
 class Registration:
     """Registration of one host. Call `close` before the connection to etcd is closed.
 
-    ``ended`` is set when a newer agent of the host has taken over. ``why`` then contains the reason for the log.
+    ``ended`` is set when a newer agent of the host has taken over. ``why`` then contains the reason to log.
 
     Args:
         etcd: client for etcd.

@@ -36,7 +36,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
         lines: all lines after the header, or the lines from a snapshot on.
 
     Raises:
-        Invalid: a line is invalid, or this version makes other decisions.
+        Invalid: a line is invalid, or this version makes different decisions.
     """
     settings, writer = header.checked(), header.writer
     membership: Membership | None = None

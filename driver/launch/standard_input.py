@@ -43,8 +43,8 @@ def check_stdin(rank: int | None, workers_max: int, *, by_agents: bool) -> None:
 class StandardInput:
     """Selection of the worker that receives the job's standard input, by its rank.
 
-    If ``rank`` is None, no worker receives the input. Only one worker at a time receives the input. After this worker has ended, the next worker in its slot or with its
-    rank receives the remaining input.
+    If ``rank`` is None, no worker receives the input. Otherwise, one worker at a time receives it. After
+    this worker has ended, the next worker in its slot or with its rank receives the remaining input.
     """
 
     def __init__(self, rank: int | None) -> None:

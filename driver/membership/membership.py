@@ -158,7 +158,7 @@ class Membership:
             event: the event.
             now: time of the event, in seconds.
             more: whether another event is already queued. Decisions that depend on all workers are then
-                postponed until the last of the queued events, because they cost as much as the event itself.
+                postponed until the last of the queued events, because they take as long as the rest of `handle`.
 
         Raises:
             IllegalEvent: the event is impossible in the current state.

@@ -16,7 +16,7 @@ class Versions:
         """Record a host's torch version.
 
         Returns:
-            A warning if a second or further version is reported for the first time, otherwise an empty string.
+            A warning if this version is new and a host has reported another version before, otherwise an empty string.
         """
         if not version or version in self._first:
             return ""

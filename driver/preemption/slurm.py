@@ -1,6 +1,7 @@
 """Slurm as a source of preemption notices: the end of the allocation, and the signal sent by `sbatch --signal`.
 
-See slurm.schedmd.com/sbatch.html. SLURM_JOB_END_TIME is in seconds since 1970. Slurm 22.05 does not set it yet.
+See slurm.schedmd.com/sbatch.html. SLURM_JOB_END_TIME is in seconds since 1970. Slurm 22.05 does not set this variable.
+
 --signal=B:USR1@120 sends SIGUSR1 to the batch script, which must `exec elasticrun` so that elasticrun receives the
 signal. Only `squeue` shows whether the time limit has been extended.
 """

@@ -174,8 +174,8 @@ def _show(words: Sequence[str], environ: Mapping[str, str]) -> None:
 
     `ps`, and tools that look for a worker's rank, read these files.
 
-    libc's environment is not overwritten: os.environ.clear() removed the original variables, and setenv() allocated new
-    ones elsewhere.
+    This does not overwrite libc's environment, because os.environ.clear() has removed the original variables, and
+    setenv() has allocated new ones elsewhere.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end, variables_begin, variables_end = map(int, fields[45:49])

@@ -4,10 +4,10 @@
     journal/<job>/records/000002-000001-<id>/000000017      {"piece":1,"of":1}, followed by the lines of one record
 
 A record is a batch of entries, a snapshot preceded by the header, or a takeover. A large record is split into numbered
-pieces, and is valid once the last piece exists. A driver writes chapters, numbered from
-000000. Each snapshot begins a new chapter, and the earlier chapters are then removed. The first record of a driver that
-resumes a job states which record of which chapter it continues. Actions are omitted. A digest shows whether recomputed
-actions are equal to the original ones.
+pieces, and is valid once the last piece exists. A driver writes chapters, numbered from 000000. Each snapshot begins a
+new chapter, and the earlier chapters are then removed. The first record of a driver that resumes a job states which
+record of which chapter it continues. Actions are omitted. A digest shows whether recomputed actions are equal to the
+original ones.
 
 The store has no transactions, so it cannot reject writes of a deposed driver. Readers ignore them instead:
 

@@ -110,7 +110,7 @@ _ELSEWHERE = ("hostfile", "host_discovery_script", "etcd", "kubernetes_service")
 
 
 def same_command_of(options: Options, environ: Mapping[str, str]) -> SameCommand | None:
-    """Return the identity of the command, by which an earlier finished job with the same command is found.
+    """Return the identity of the command, with which an earlier job of the same command can be found.
 
     Return None if the identity cannot be determined, for example because the job uses other machines.
     """

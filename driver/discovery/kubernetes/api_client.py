@@ -1,4 +1,4 @@
-"""Client for the Kubernetes API calls that discovery needs, which may block. Requires the package `kubernetes`.
+"""Client for the Kubernetes API calls that discovery needs. All calls may block. Requires the package `kubernetes`.
 
 Objects are returned as JSON, because the package takes seconds and much memory to create its model objects for 1,000
 pods.

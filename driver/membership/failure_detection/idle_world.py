@@ -58,7 +58,7 @@ class IdleWorld:
         self.asked, self.due = True, now + LOCATE_S
 
     def sentence(self, lines: Iterable[tuple[int, str]], now: float) -> str:
-        """Return the warning about the lack of progress. It is logged once, until a step completes.
+        """Return the warning about the lack of progress. The warning is not repeated until a step completes.
 
         Args:
             lines: pairs of a rank and the script line that it executes, such as ``train.py:12``, or an empty string.

@@ -1,6 +1,6 @@
 """Classification of workers that others wait for as stuck, slow or excused. Pure. `stuck` detects the waits.
 
-                     no worker waits for it any more, or it made progress: forgotten
+                     no worker waits for the suspect, or it made progress: forgotten
                         ^
     suspected --two answers to a probe--> IDLE --idle_s--> condemned --dump_s--> to be fenced
                         |                  ^ |                 ^

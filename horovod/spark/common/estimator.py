@@ -194,7 +194,7 @@ class HorovodModel(Model, ModelParams, MLWritable, MLReadable):
     def _sizes(self, rows: list[Any], predict: Callable[[list[Any]], list[Any]]) -> list[int]:
         """Return the number of values that the model predicts for each label.
 
-        It is determined by a prediction for the first row.
+        The numbers are determined by a prediction for the first row.
         """
         if not rows:
             return [0] * len(self.getOutputCols())

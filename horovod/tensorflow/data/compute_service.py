@@ -38,7 +38,7 @@ _ANSWER_S = 2.0  # timeout for a running compute job to respond, in seconds
 class TfDataServiceConfig:
     """Configuration of the service of a compute job.
 
-    The file to which it is written contains a secret.
+    The configuration contains a secret, so its file must be private.
 
     Args:
         dispatcher_side: job in which dispatchers run, "compute" or "training".
@@ -122,7 +122,7 @@ class TfDataServiceConfig:
         wait_for_file_creation: bool = False,
         timeout: float = _FILE_S,
     ) -> TfDataServiceConfig:
-        """Read a configuration.
+        """Read a configuration from a file.
 
         Args:
             wait_for_file_creation: whether to wait for the file, and for an answer from the compute job that it names,
