@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 class Heard(Protocol):
-    """Interface of a state that is updated by a journal's entries."""
+    """Interface of objects that are updated with the entries of a journal."""
 
     def hear(self, entry: Json) -> None:
         """Update the state with the next journal entry that contains an event."""

@@ -81,7 +81,7 @@ class SimulatedReports:
             self.progress(None)
 
     def digest(self, commit: Commit) -> None:
-        """Report the digest of a commit, and the samples since the previous one."""
+        """Report the digest of a commit, and the samples since the previous commit."""
         samples, self.samples = self.samples, []
         generation, state = self._worker.recovery.generation, self._worker.state
         if not self._sim.reports_samples:

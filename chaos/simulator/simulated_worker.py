@@ -329,7 +329,7 @@ class SimulatedWorker:
         return None
 
     def placed_shards(self) -> ShardsPlaced | None:
-        """Return a report of the worker's part of a sharded state in this world, or None for another state."""
+        """Return a report of the worker's part of a sharded state in this world, or None without shards."""
         return None
 
     def bring(self) -> Thread:

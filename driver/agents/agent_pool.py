@@ -83,8 +83,8 @@ NO_AGENT = 126  # exit code to report for a worker that could not be started
 def silence_s(lease_s: float) -> float:
     """Return the maximum number of seconds for which an agent's host may leave data unacknowledged.
 
-    Together with the interval until the next heartbeat, this is one liveness timeout. Linux measures the time from the
-    first retransmission.
+    The result is the liveness timeout minus the interval between heartbeats, the time until the first retransmission
+    (from which Linux measures), and TOGETHER_S. It is at least half of the liveness timeout.
     """
     return max(lease_s / 2, lease_s * (1 - 1 / BEATS) - REPEATED_S - TOGETHER_S)
 

@@ -363,7 +363,7 @@ class HostAgent:
             self._in_background(self._clear(why))
 
     def _missing(self, reason: str) -> None:
-        """Log that no driver was found. Limit repeated log lines to one per MISSING_SAID_S for the same reason."""
+        """Log that no driver was found. For the same reason, log at most one line per MISSING_SAID_S seconds."""
         now = self._now()
         least_s = MISSING_SAID_S if reason == self._missing_said else ANOTHER_REASON_S
         if now - self._missing_said_at >= least_s:

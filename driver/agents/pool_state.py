@@ -39,7 +39,7 @@ class AgentRecord:
 
 
 class DeadlineKind(enum.IntEnum):
-    """Kind of a deadline; each member names what happens at the deadline."""
+    """Kind of a deadline, named after the event that is expected or the action that is due."""
 
     ARRIVAL = 1  # host is lost if its agent has not connected
     RETRY = 2  # start of the host's agent is retried

@@ -185,7 +185,7 @@ class Endpoints:
             self._log_reason(*line)
 
     async def failed(self, error: Exception, connection: EtcdConnection | None) -> None:
-        """Handle a failed request. Wait if all members have failed; otherwise the next one can be tried at once."""
+        """Handle a failed request. Wait if all members have failed; otherwise the next member can be tried at once."""
         self._report(error, connection)
         rounds, rest = divmod(self._failures, len(self._access.endpoints))
         if rest == 0:

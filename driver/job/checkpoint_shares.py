@@ -36,7 +36,7 @@ from elastic.protocol.messages import (
 
 @dataclass(frozen=True)
 class SendToRanks:
-    """Action: send a message to some workers."""
+    """Action: send a message to these workers."""
 
     workers: list[Worker]
     message: Message

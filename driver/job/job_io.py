@@ -134,7 +134,7 @@ class JobIO:
             self.view.adopt(workers, generation, time.time(), prepares=prepares)
 
     def unfolding(self) -> bool:
-        """Return whether a failure is in progress, for which summaries in the log are delayed."""
+        """Return whether a failure is in progress. During a failure, summaries in the log are delayed."""
         return failure_lasts(self.view, self.output.sent)
 
     def log_remaining(self, *, last: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Cleanup of a killed driver's agents when a new job replaces its job."""
+"""Cleanup of a killed driver's agents when a new job replaces the driver's job."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class Archive(Protocol):
 
 @dataclass(frozen=True)
 class Recording:
-    """Content of a journal with line numbers. ``start`` is set if it is a copy that begins in mid-job."""
+    """Content of a journal with line numbers. ``start`` is set if the journal is a copy that begins in mid-job."""
 
     header: Header
     settings: Settings

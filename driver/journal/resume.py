@@ -81,7 +81,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
 
 
 def differences(past: RecoveredJob, command: Sequence[str], settings: Settings) -> list[str]:
-    """Return a description of each difference between a command with its settings and those at the start of the job."""
+    """Return descriptions of how a command and its settings differ from those at the start of the job."""
     found = []
     if list(command) != past.command:
         found.append(f"the command is {_line(command)}, the job started with {_line(past.command)}")

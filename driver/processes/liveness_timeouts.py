@@ -45,7 +45,7 @@ class LivenessTimeouts(Generic[Key]):
         self._put(key, now)
 
     def renew(self, key: Key, now: float) -> bool:
-        """Renew the timeout of a key. Return whether it had expired. Has no effect on a key without a grant."""
+        """Renew the timeout of a key. Return whether the timeout had expired. No effect on a key without a grant."""
         if key in self._out:
             self._out.remove(key)
             self._put(key, now)

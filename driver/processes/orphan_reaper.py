@@ -81,7 +81,7 @@ def heed(groups: set[int], text: bytes) -> bytes:
 
 
 def read_to_end(driver: int, heard: Callable[[bytes], None]) -> None:
-    """Pass data from standard input to ``heard`` until it is closed or the parent process ``driver`` exits."""
+    """Pass data from standard input to ``heard`` until the input is closed or the parent process ``driver`` exits."""
     os.set_blocking(0, False)
     poll = select.poll()
     poll.register(0, select.POLLIN)

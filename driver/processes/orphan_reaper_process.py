@@ -44,7 +44,7 @@ class OrphanReaper:
         return self._popen.pid if self._popen else None
 
     def ensure(self) -> None:
-        """Start a reaper, unless one is running or ATTEMPTS in a row have failed."""
+        """Start a reaper, unless one is running or ATTEMPTS consecutive starts have failed."""
         if self._popen is not None or self._quick_deaths >= self.ATTEMPTS:
             return
         # All standard streams are redirected, because a reaper must not keep the driver's terminal or pipes open.

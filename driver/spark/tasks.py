@@ -75,7 +75,7 @@ class SparkTasks:
             thread.start()
 
     def close(self) -> None:
-        """End the tasks, within a time limit. Their agents must have been told to exit before."""
+        """End the tasks, within a time limit. Their agents must already have been told to exit."""
         self._closing.set()
         if not self._joined(RETURNS_S):
             try:

@@ -131,7 +131,7 @@ def wanted(workers: Sequence[Json]) -> int:
 
 
 def is_scalable(workers: Sequence[Json]) -> bool:
-    """Return whether the number of worker pods can change. It is fixed in a JobSet."""
+    """Return whether the number of worker pods can change. In a JobSet, the number is fixed."""
     return any("replicas" in (each.get("spec") or {}) for each in workers)
 
 

@@ -62,6 +62,10 @@ def flag(
     """Declare a field for a flag with a value.
 
     Args:
+        names: spellings of the flag, separated by spaces.
+        value: placeholder for the value in the help text.
+        text: help text.
+        convert: function that parses the value.
         default: value of the field if the user does not pass the flag.
     """
     return choice(default, ((names, value, convert, text), more), use=use)

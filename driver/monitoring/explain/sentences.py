@@ -571,7 +571,7 @@ _MEANT = {
 
 
 def parts_meant(facts: Facts) -> str:
-    """Return explanations of those parts of the workers' time that are not zero and need one."""
+    """Return explanations of those parts of the workers' time that are not zero and need an explanation."""
     had = [name for name in _MEANT if facts["workers"][name] >= LEAST_S]
     return "; ".join(f"{name}: {_MEANT[name]}" for name in had)
 

@@ -1,1 +1,1 @@
-"""Functions from Horovod's modules of the same names, for integrations such as Ray Train."""
+"""Utility modules with Horovod's names, for integrations such as Ray Train."""
