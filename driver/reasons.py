@@ -31,7 +31,7 @@ GONE = (
 
 
 class ReasonKind(enum.Enum):
-    """Kind of a reason."""
+    """Kind of a `Reason`. Code distinguishes reasons only by their kinds."""
 
     TOLD = "told"  # text received from outside the driver
     # Reasons for the start of a worker.

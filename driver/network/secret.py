@@ -25,7 +25,7 @@ _HOW = "create one with `elasticrun secret FILE`"
 
 
 def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
-    """Read the job's secret from ``file`` or, if that is None, from the environment. Return None if neither is given.
+    """Read the job's secret from ``file`` or, without a file, from the environment. Return None if neither is given.
 
     Raises:
         Invalid: the file cannot be read, the secret is malformed or too short, or two environment variables set it.
