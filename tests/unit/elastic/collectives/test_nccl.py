@@ -204,7 +204,9 @@ def test_16_bit_integers_travel_as_32_bit_ones(nccl):
     assert tensor.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize(("op", "chosen"), [(Op.MIN, torch.amin), (Op.MAX, torch.amax)])
+@pytest.mark.parametrize(
+    ("op", "chosen"), [(Op.MIN, torch.amin), (Op.MAX, torch.amax)], ids=["min", "max"]
+)
 def test_nan_wins_though_nccl_loses_it(nccl, op, chosen):
     mine, other = torch.tensor([1.0, math.nan, -0.0]), torch.tensor([math.nan, 2.0, 0.0])
     works = [nccl.group.allreduce(tensor, op, 2.0) for tensor in (mine, other)]
