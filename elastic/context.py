@@ -33,7 +33,8 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init(). (If only el
 class Context(Protocol):
     """Interface of the runtime that collectives, gradients, reports and traces need.
 
-    ``engine``, ``tracing``, ``account``, ``reporting`` and ``first_not_finite`` are typed where they are used.
+    ``engine``, ``tracing``, ``account``, ``reporting`` and ``first_not_finite`` have the type Any here, because their
+    types are defined in higher layers.
     """
 
     env: Environment

@@ -45,10 +45,10 @@ class HorovodInternalError(RuntimeError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Horovod's interruption by a change of the hosts. Raise it under ``elastic.run`` to rejoin with the current state.
+    """Horovod's exception for a change of hosts. Raise it under ``elastic.run`` to rejoin with the current state.
 
     Args:
-        skip_sync: accepted for compatibility with Horovod. Commits determine whether the state is copied.
+        skip_sync: accepted for compatibility with Horovod. It has no effect on whether the state is copied.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

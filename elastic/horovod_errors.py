@@ -1,4 +1,4 @@
-"""Horovod's exceptions, and subclasses of ``PeerLost`` and ``WorldChanging`` that are also Horovod exceptions.
+"""Exceptions for scripts written for Horovod: this package's interruptions as subclasses of Horovod's exceptions.
 
 Pure: no I/O, no clock.
 
@@ -17,7 +17,7 @@ from elastic.errors import HorovodInternalError, HostsUpdatedInterrupt, PeerLost
 
 
 class HorovodPeerLost(PeerLost, HorovodInternalError):
-    """Form of ``PeerLost`` that is caught by ``except HorovodInternalError`` in scripts written for Horovod.
+    """Subclass of ``PeerLost`` that ``except HorovodInternalError`` catches in scripts written for Horovod.
 
     If a handler of the script does not re-raise the exception, it is raised again at the next collective, step or
     commit.
@@ -25,9 +25,9 @@ class HorovodPeerLost(PeerLost, HorovodInternalError):
 
 
 class HorovodWorldChanging(WorldChanging, HostsUpdatedInterrupt):
-    """Form of ``WorldChanging`` that is caught by ``except HostsUpdatedInterrupt`` in scripts written for Horovod.
+    """Subclass of ``WorldChanging`` that ``except HostsUpdatedInterrupt`` catches in scripts written for Horovod.
 
-    ``skip_sync`` is False, because it becomes known only with the next world whether a new worker lacks the state.
+    ``skip_sync`` is False, because only the next world determines whether any worker lacks the state.
     """
 
     def __init__(self, *args: Any) -> None:

@@ -43,9 +43,7 @@ class CheckpointOptions:
 def parse_every(text: str) -> tuple[int | None, float | None]:
     """Parse an interval such as ``500commits``, ``60s``, ``10m`` or ``1h``.
 
-    Return the number of commits and of seconds.
-
-    One of the two is None; both are None for ``manual``.
+    Return the pair (commits, seconds). One of the two is None; both are None for ``manual``.
 
     Raises:
         Invalid: the text has another form.

@@ -145,7 +145,7 @@ class ShardReader:
                 self._state.reset()
 
     def _read(self, chosen: Chosen, targets: Targets) -> str:
-        """Read this rank's rows and random generators.
+        """Read this rank's rows and the states of its random generators.
 
         Return the reason if they cannot be read, otherwise an empty string.
         """

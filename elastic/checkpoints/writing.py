@@ -50,7 +50,7 @@ from elastic.state.snapshots.digest import digest
 def write_share(
     storage: Storage, name: CommitName, held: HeldCommit, rank: int, size: int, alive: Alive
 ) -> None:
-    """Write this rank's tensors and the list that marks them complete.
+    """Write this rank's tensors, and then their list, which marks this rank's share as complete.
 
     Raises:
         OSError: the storage failed.

@@ -1,6 +1,6 @@
 """Supported dtypes and operations of collectives. All backends raise the same errors and compute the same results.
 
-Small tensors are sent to every rank as a whole and reduced there.
+A small tensor is sent to every rank as a whole, and each rank reduces it with `total`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 def carried(
     tensor: torch.Tensor, op: Op, scale: float = 1.0, divisor: int = 1
 ) -> tuple[torch.Tensor, Callable[[], object] | None]:
-    """Return the tensor that Gloo and NCCL reduce instead of ``tensor``, and a function to call afterwards, or None.
+    """Return the tensor that Gloo and NCCL reduce instead of ``tensor``, and a function that completes the result.
+
+    The function must be called after the reduction, and is None if the result is already complete.
 
     For MIN and MAX of floats, the returned tensor contains their `_order`, in 32 or 64 bits.
     """

@@ -248,9 +248,9 @@ class DeviceCollectives(Collectives, Protocol):
     def followed_since(self) -> float | None:
         """Return the launch time of the oldest running collective, or None if no stream waits for a collective.
 
-        Also returns None if the group has failed, because a kernel that is still running then does not wait for a peer.
-        Also fails the group if the backend has detected an error, which the training thread cannot do while it waits in
-        CUDA.
+        The result is also None if the group has failed, because a kernel that is still running then does not wait for a
+        peer. This method fails the group if the backend has detected an error: the training thread cannot check for
+        errors while it waits in CUDA.
         """
 
     def counts(self) -> Counts:

@@ -531,7 +531,7 @@ class NcclWork:
         self.number, self._arrived, self.launched_at = number, arrived, time.monotonic()
 
     def event_back(self) -> list[torch.cuda.Event]:
-        """Return the work's CUDA event for reuse, once the work is done. The list is empty if there is no event."""
+        """Return a list with the work's CUDA event for reuse, or an empty list. Call this once the work is done."""
         event, self._arrived = self._arrived, None
         return [] if event is None else [event]
 

@@ -1,4 +1,4 @@
-"""Code that Gloo and NCCL share for torch's process groups."""
+"""Helper for torch's process groups, shared by the Gloo and NCCL backends."""
 
 from __future__ import annotations
 

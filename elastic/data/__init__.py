@@ -1,4 +1,4 @@
-"""Elastic data loading, in which commits contain each sample once per epoch. Names are imported on first access."""
+"""Elastic data loading: committed steps use each sample once per epoch. Names are imported on first access."""
 
 from __future__ import annotations
 

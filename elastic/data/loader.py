@@ -1,4 +1,4 @@
-"""DataLoader whose position is part of the job's state, so that commits contain each sample once per epoch.
+"""DataLoader whose position is part of the job's state, so that committed steps use each sample once per epoch.
 
 torch's DataLoader loads the samples. This module determines the samples of each batch from the job's position (see
 `positions`), and counts progress when batches are handed out and optimizers step (see `progress`), not when loader
@@ -229,7 +229,7 @@ class DataLoader:
         """Make the loader part of a state with these parameters.
 
         Args:
-            parameters: returns the parameters of the state.
+            parameters: function that returns the parameters of the state.
             stepped: whether an optimizer of the state trains these parameters.
         """
         self._in_state = True
@@ -506,12 +506,12 @@ class StepShards(Iterator[Any]):
 
     @property
     def loads_any(self) -> bool:
-        """Return whether `again` can load the batch of any shard."""
+        """Return whether `again` can load batches, including those of other ranks' shards."""
         return not self._loader.arguments.streams
 
     @contextlib.contextmanager
     def again(self, shard: int) -> Iterator[Any]:
-        """Load the batch of any shard in this process, and make it the current batch within the block."""
+        """Context manager that loads a shard's batch and makes it the loader's current batch within the block."""
         loader = self._loader
         before = loader.weight, loader.shard
         loader.weight, loader.shard = self._dealt.weight(self._step, shard), shard

@@ -21,7 +21,7 @@ from elastic.runtime import lifecycle
 
 
 class ElasticSampler(Sampler[int]):
-    """Sampler with which commits contain each sample once per epoch, except samples repeated to fill the last round.
+    """Sampler with which committed steps use each sample once per epoch, except repeats that fill the last round.
 
     `elastic.data.DataLoader` needs no repeats and no ``record_batch``.
 

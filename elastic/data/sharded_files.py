@@ -18,11 +18,9 @@ from elastic.errors import Invalid
 class ShardedFiles(Dataset[Any]):
     """Map-style dataset of the samples in several files, one file after another.
 
-    ``read(file)`` returns the samples of a file.
-
-    ``read`` returns an indexable object (a memory map, a Parquet row group, an array), or an iterable, which is read
-    forward from its start. A loader with ``shuffle`` shuffles the files, and the samples within each file that can be
-    indexed. Each process keeps one file open.
+    ``read(file)`` returns the samples of a file: an indexable object (a memory map, a Parquet row group, an array), or
+    an iterable, which is read forward from its start. A loader with ``shuffle`` shuffles the files, and the samples
+    within each file that can be indexed. Each process keeps one file open.
 
     Args:
         lengths: number of samples of each file. If omitted, every file is read once to count its samples.

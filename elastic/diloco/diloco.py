@@ -1,6 +1,4 @@
-"""DiLoCo and LocalSGD: each worker, or island of workers, takes several inner steps without communication.
-
-An island of workers can take the place of a single worker.
+"""DiLoCo and LocalSGD: each worker, or island of workers, takes several inner steps independently of the others.
 
 Every rank has a copy of the *outer* parameters, which are bitwise equal on all ranks. The model contains the *inner*
 parameters, which differ between workers, or between islands, from one merge to the next. A merge averages ``outer -

@@ -206,7 +206,7 @@ class Shards:
 
     @property
     def window(self) -> int:
-        """Number of steps before the detection of a faulty rank whose gradients are treated as unreliable.
+        """Number of steps, up to the detection of a faulty rank, whose gradients are treated as unreliable.
 
         0 means none.
         """

@@ -59,7 +59,7 @@ class VoteResult(NamedTuple):
 def unit(held: Held, share: float) -> int:
     """Return the number of shards that are checked in the same step.
 
-    This is one per rank that has shards if ``share`` requires fewer checks per step than that, and otherwise 1.
+    The result is the number of ranks that have shards, or 1 if ``share`` is large.
     """
     owners = sum(map(bool, held))
     return owners if share * sum(map(len, held)) < owners else 1
@@ -75,7 +75,7 @@ def steps_between(held: Held, share: float) -> float:
 
 
 def window(held: Held, share: float) -> int:
-    """Return the number of steps before the detection of a faulty rank whose gradients are unreliable.
+    """Return the number of steps, up to the detection of a faulty rank, whose gradients are unreliable.
 
     0 means that all gradients were compared.
     """
@@ -191,9 +191,8 @@ def verdict(found: Sequence[Computed], ranks: int) -> VoteResult | None:
 def voters(found: Sequence[Computed], ranks: int) -> tuple[int, ...]:
     """Return the ranks that compute the shard next, to decide between different digests.
 
-    Empty if all ranks have computed it.
-
-    These are all other ranks, which would wait for the result anyway.
+    These are all ranks that have not computed the shard yet: they would otherwise only wait for the result. The result
+    is empty if all ranks have computed the shard.
     """
     asked = {rank for rank, _ in found}
     if ranks == 2:

@@ -264,7 +264,7 @@ class _Steps:
 
 
 class _Fraction(TrainerCallback):
-    """Callback that counts steps and sets the completed fraction of the epoch, which is correct across worlds."""
+    """Callback that counts steps and sets the completed fraction of the epoch, even if the world has changed in it."""
 
     def __init__(self, steps: _Steps) -> None:
         self._steps = steps

@@ -1,9 +1,9 @@
 """Worker program of ``elastic.launch``: ``python -m elastic.launcher.run_function FILE``.
 
 FILE contains the pickled call and is readable only by the user who launched the job. Without an argument, ELASTIC_CALL
-contains its path. Machines that do not share this folder receive the bytes, up to a limit, in environment variables:
-they are sent over authenticated connections as text that neither driver nor agent decodes. The return value is sent as
-bytes, which the driver does not decode either.
+contains its path. A machine that does not share the folder of FILE receives the pickled call, up to a limit, in
+environment variables, which are sent over authenticated connections as text that neither driver nor agent decodes. The
+return value is sent as bytes, which the driver does not decode either.
 """
 
 from __future__ import annotations

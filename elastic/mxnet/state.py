@@ -34,8 +34,8 @@ class BlockPart(VariablesPart):
     def named(self) -> dict[str, torch.Tensor]:
         """Return views of the parameters.
 
-        Keys are made of the index and the last word of the name, because the layer numbers in MXNet's names depend on
-        the layers created before.
+        A key consists of the parameter's index and the last word of its name, because the layer numbers in MXNet's
+        names depend on the layers created before.
         """
         return {
             f"{number}.{name.rpartition('_')[2]}": view(only_array(each), write=True)

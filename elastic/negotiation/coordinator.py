@@ -20,7 +20,7 @@ list of calls.
 A rank that called `join` has no more data, so reductions do not wait for it. When all ranks have joined, all are
 notified.
 
-A notification is sent to all members at its first request. If several ranks request it, it is sent several times.
+A notification is sent to all members as soon as one rank requests it, and once more for each further request.
 """
 
 from __future__ import annotations

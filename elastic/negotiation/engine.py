@@ -1,4 +1,4 @@
-"""Negotiation engine: agrees with the other ranks on an order of the collectives, and starts them in this order."""
+"""Negotiation engine: all ranks agree on one order of the script's collectives, and start them in that order."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Engine:
     def listen(self, listener: Callable[[Request], None]) -> None:
         """Register a listener for notifications.
 
-        From then on they are received even while no thread of the script waits.
+        From then on, notifications are received even while no thread of the script waits.
 
         Args:
             listener: called with each notification, including earlier ones, in the coordinator's order. It must neither
@@ -236,10 +236,7 @@ class Engine:
             raise self.fail(error) from error
 
     def offer(self) -> None:
-        """Send queued requests while another thread drives the engine.
-
-        Also makes that thread recheck its exit condition.
-        """
+        """Send queued requests, and make the thread that drives the engine recheck its exit condition."""
         self._send_fresh()
         line = self._line
         if line is not None and self._driving.locked():
@@ -247,10 +244,7 @@ class Engine:
         self._tell()
 
     def drain(self, pending: Pending) -> None:
-        """Wait briefly for a decision that the driving thread may have received but not carried out.
-
-        Called after the world has ended.
-        """
+        """Wait briefly, after the world has ended, for a decision that the driving thread has yet to carry out."""
         until = time.monotonic() + DRAIN_S
         while not pending.decided and self._driving.locked() and time.monotonic() < until:
             time.sleep(0.0005)
@@ -448,6 +442,8 @@ class Engine:
 
     def fail(self, reason: str | CollectiveFailed) -> CollectiveFailed:
         """Make current and future waits raise CollectiveFailed, and return that error.
+
+        Only the first call has an effect.
 
         Only the first call has an effect. Do not call this method in the link thread.
         """

@@ -75,7 +75,7 @@ class Handles:
             return handle
 
     def name(self, handle: int) -> str:
-        """Return the name of a handle's collective for messages, such as ``allreduce.loss``.
+        """Return the name of a handle's collective for messages, such as ``allreduce.loss``; ``allreduce`` if unnamed.
 
         The name of an unnamed collective is its kind, such as ``allreduce``. Return an empty string if the collective
         is not in flight.

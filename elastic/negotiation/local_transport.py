@@ -47,7 +47,7 @@ def last_resort_s(env: Environment) -> float:
 
 
 def silence_s(env: Environment) -> float:
-    """Return the seconds without messages after which rank 0 counts as lost, or 0 for no limit.
+    """Return the number of seconds without messages after which rank 0 counts as lost, or 0 for no limit.
 
     Stall warnings are logged earlier.
     """

@@ -40,7 +40,10 @@ class MessageTable:
         return self.entries[number].request.name
 
     def with_known_numbers(self, rank: int, known: int) -> list[Request]:
-        """Return the requests that the bits in ``known``, cache numbers of the previous epoch, represent."""
+        """Return the requests that the bits of ``known`` represent.
+
+        The bits are cache numbers of the previous epoch.
+        """
         position = self.members.index(rank)
         return [self.before[number].asked_by(position) for number in bits(known)]
 
@@ -134,9 +137,9 @@ class MessageTable:
         self.unaware = set(self.members)
 
     def watch(self, name: str) -> None:
-        """Mark this name's cache number until the next stall check.
+        """Mark this name's cache number.
 
-        A number that is still marked then belongs to a collective that has not run in the meantime.
+        If it is still marked at the next stall check, the collective has not run since.
         """
         if name in self.numbers:
             self.watched |= 1 << self.numbers[name]

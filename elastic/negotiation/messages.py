@@ -150,10 +150,7 @@ def settle(requests: Mapping[int, Request], members: Sequence[int]) -> Response:
 
 
 def mismatch(requests: Mapping[int, Request]) -> str:
-    """Describe in a sentence how the ranks' requests of the same name differ.
-
-    Return an empty string if they match.
-    """
+    """Describe in a sentence how the ranks' requests of one name differ. Return an empty string if they match."""
     first = next(iter(requests.values()))
     if all(request == first for request in requests.values()):
         return ""

@@ -174,9 +174,9 @@ class ProcessSetTable:
         return added
 
     def remove(self, wishes: Sequence[TableProposal]) -> bool:
-        """Remove the requested set.
+        """Remove the requested set. Return whether it was registered on any rank.
 
-        Return whether it was registered on any rank. Raises Invalid if the requests differ.
+        Raises Invalid if the requests differ.
         """
         _same(wishes)
         for ranks in wishes[0].sets:

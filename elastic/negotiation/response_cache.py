@@ -77,7 +77,7 @@ class ResponseCache(Generic[A]):
         return RequestList(self.members, self._epoch, bytes(known.rstrip(b"\0")), tuple(requests))
 
     def take(self, decision: ResponseList) -> Iterator[tuple[Response, A | None]]:
-        """Yield the collectives to run now, in order, each with this rank's submission.
+        """Yield the collectives to run now, in order, each with this rank's submission (None if it has joined).
 
         If this rank has joined, None takes the place of the submission. Exhaust the iterator before the next
         submission.

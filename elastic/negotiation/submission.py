@@ -54,9 +54,9 @@ _callers: Members = None
 
 @contextlib.contextmanager
 def among(callers: Members) -> Iterator[None]:
-    """Context manager that restricts collectives over the whole world to the ranks in ``callers``.
+    """Restrict collectives over the whole world to the ranks in ``callers``, within a context.
 
-    All of these ranks must run the same code.
+    All of them run the same code.
     """
     global _callers
     _callers = callers

@@ -82,9 +82,9 @@ class DividedOptimizer(WrappedOptimizer):
         self._gather_memory = {}
 
     def take_own_entries(self) -> None:
-        """Cut state entries of whole parameters to this rank's elements.
+        """Keep only this rank's elements of the state entries of whole parameters.
 
-        A plain optimizer's ``state_dict()`` contains such entries.
+        The entries are those of a plain optimizer's ``state_dict()``.
         """
         for parameter, entries in self.state.items():
             own = rows_of(parameter.numel(), self._shard(), len(self.zero_order))
@@ -204,7 +204,7 @@ class DividedOptimizer(WrappedOptimizer):
         def views(
             shard: int, received: torch.Tensor
         ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            """Return views of parameters, and views of the data received for them from a shard's rank."""
+            """Return two lists of views: of the parameters, and of the data received for them from a shard's rank."""
             ours, theirs = [], []
             for each, room in zip(slices, received.split(sizes), strict=True):
                 rows = each.of(shard, len(flats[each.parameter]), shards)

@@ -1,6 +1,6 @@
 """Options of gradient tapes and optimizers of frameworks other than torch.
 
-This module only validates them and does not communicate.
+Only validates them; does not communicate.
 """
 
 from __future__ import annotations

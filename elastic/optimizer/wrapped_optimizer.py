@@ -75,7 +75,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return gradient_layout.lines(name, self.gradients_made, parameters, self._parameter_names)
 
     def gradient_bytes(self) -> int:
-        """Return the size in bytes of the gradients' CPU buckets, as far as known before the first step."""
+        """Return the size in bytes of the gradients' CPU buckets, as far as it is known before the first step."""
         options = self.gradients_made.options
         if options.op is Op.ADASUM or self.gradients_made.shards is not None or not options.casts:
             return 0

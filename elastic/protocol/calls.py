@@ -37,10 +37,7 @@ def distinct(calls: Iterable[Called]) -> tuple[Called, ...]:
 
 
 def sentence(calls: Sequence[Called]) -> str:
-    """Return a sentence about calls that differ between ranks.
-
-    It contains parts such as ``rank 0: allreduce at train.py:3; ranks 1, 2: broadcast at train.py:5``.
-    """
+    """Describe ranks' calls in a sentence, as in ``rank 0: allreduce at train.py:3; ranks 1, 2: broadcast``."""
     by_call: dict[tuple[str, str, str], list[int]] = {}
     for each in calls:
         by_call.setdefault((each.name, each.tensors, each.line), []).append(each.rank)
@@ -56,10 +53,7 @@ def sentence(calls: Sequence[Called]) -> str:
 
 
 def message_sentence(calls: Sequence[Called]) -> str:
-    """Return a sentence about a send and a recv that do not match.
-
-    It contains parts such as ``rank 0: send of float32 [5]; rank 1: recv of float32 [3]``.
-    """
+    """Describe sends and receives in a sentence, as in ``rank 0: send of float32 [5]; rank 1: recv``."""
     parts = "; ".join(f"rank {each.rank}: {each.name} of {each.tensors}" for each in calls)
     return f"a message does not fit its recv: {parts}; both tensors need the same dtype and number of elements"
 

@@ -32,6 +32,8 @@ SHOWN = 200  # maximum number of characters that an error quotes from an unauthe
 def proof(secret: bytes, role: str, challenge: bytes, own: bytes, who: str) -> bytes:
     """Return a proof that this end has the secret.
 
+    The proof is an HMAC-SHA256 (32 bytes) over both nonces, the role and the caller's name.
+
     The proof is an HMAC-SHA256 (32 bytes) over both nonces, the role and the caller's name. Because of these inputs, a
     peer cannot reflect a proof or reuse it on another connection.
     """
@@ -42,7 +44,7 @@ def proof(secret: bytes, role: str, challenge: bytes, own: bytes, who: str) -> b
 def derived(secret: bytes, purpose: str, generation: int) -> bytes:
     """Derive a secret (32 bytes) for one kind of connection in one generation.
 
-    Frames sealed with any other are rejected.
+    Frames sealed with another secret are rejected.
     """
     text = f"hvd-elastic {purpose}|{generation}"
     return hmac.digest(secret, text.encode(), hashlib.sha256)

@@ -1,4 +1,7 @@
-"""Client side of the handshake of a control connection, which authenticates both ends. Pure: no I/O, no clock."""
+"""Client side of a control connection's handshake, in which client and driver authenticate each other.
+
+Pure: no I/O, no clock.
+"""
 
 from __future__ import annotations
 

@@ -133,9 +133,9 @@ class Address(Value):
 
 
 class Times(Value):
-    """Time in seconds that a worker has spent on each activity.
+    """Time in seconds that a worker has spent on each activity. The sum is the time since the worker started.
 
-    The sum is the time since the worker started. See `elastic.monitoring.time_account`.
+    See `elastic.monitoring.time_account`.
     """
 
     training: Finite = 0.0
@@ -638,7 +638,7 @@ class TimelineUnwanted(Message):
 class CheckpointDue(Message):
     """Request by rank 0 to make a commit durable on all ranks.
 
-    This is the first commit of this generation whose number is at least ``number``.
+    The commit is the first one of this generation whose number is at least ``number``.
     """
 
     generation: int
@@ -865,7 +865,7 @@ class TimelineAnswer(Message):
 
 
 class MakeDurable(Message):
-    """Order to write a commit to storage: the first one of this generation with at least this ``number``."""
+    """Order to write to storage the first commit of this generation whose number is at least ``number``."""
 
     generation: int
     number: int
@@ -891,7 +891,7 @@ class DropCheckpoint(Message):
     """Order to stop writing a checkpoint that was cancelled.
 
     Args:
-        again: whether the checkpoint will be retried. It is if the request reached a rank too late.
+        again: whether the checkpoint will be retried, because the request for it reached a rank too late.
     """
 
     generation: int

@@ -44,7 +44,7 @@ class TraceFormat:
     def opening(self) -> list[str]:
         """Return the first event, which contains the start of the timeline in microseconds since 1970.
 
-        Its name is Horovod's.
+        The event has the name that Horovod uses.
         """
         name = "start_time_since_epoch_in_micros"
         return [self._meta(name, 1, None, {name: self._epoch_us})]

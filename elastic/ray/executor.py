@@ -54,7 +54,9 @@ def run(
     placement_timeout: float = PLACEMENT_S,
     **options: Unpack[RayOptions],
 ) -> Result:
-    """Call ``train_fn(config)`` on workers of a Ray cluster, and wait for the result.
+    """Call ``train_fn`` on workers of a Ray cluster, and wait for the result.
+
+    The call is ``train_fn(config)``, or ``train_fn()`` if no config is given.
 
     Without a config, ``train_fn()`` is called. ``min_workers`` or ``max_workers`` make the job elastic: it begins as
     soon as there are resources for ``num_workers``, grows to ``max_workers`` as nodes join, and survives the loss of

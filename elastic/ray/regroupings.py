@@ -24,7 +24,8 @@ class Regroupings:
     def tell(self) -> bool:
         """Count a received request to regroup. Return whether it ends the current world.
 
-        It does not if the world was already formed for this request. During a rendezvous, `met` decides.
+        The request has no effect on a world that was formed for it. During a rendezvous, the result is decided in
+        `met`.
         """
         self._requests += 1
         return self._requests > self._met and not self._meeting
@@ -46,7 +47,7 @@ class Regroupings:
     def ahead(self) -> bool:
         """Return whether the world was formed for a request that this rank has yet to handle.
 
-        If so, its call is cancelled.
+        If so, the rank's current call is cancelled.
         """
         return self._met > self.number
 

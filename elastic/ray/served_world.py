@@ -114,10 +114,9 @@ class ServedRuntime(WorkerRuntime):
         lifecycle.init()
 
     def first_world(self) -> None:
-        """Join the first world, in ``init()``.
+        """Join a world, when ``init()`` is called.
 
-        Raises:
-            CollectiveFailed: the request of this ``init()`` was cancelled, and the other ranks may already regroup.
+        Raises: CollectiveFailed: the current call was cancelled, because the ranks were asked to regroup.
         """
         regroupings = self._regroupings
         if not regroupings.ahead:

@@ -220,7 +220,7 @@ def _board(way: ByTorchelasticStore | ByFile | ByStore, deadline: float) -> _Pub
 class _TorchStore:
     """Rendezvous in which rank 0 publishes its endpoint in a torch.distributed store.
 
-    This is the store of torchrun's agent, or one that all ranks share.
+    The store is that of torchrun's agent, or one that all ranks share.
     """
 
     def __init__(self, store: Any, key: str) -> None:

@@ -262,7 +262,7 @@ def _of_launcher(
 def _port(env: Mapping[str, str], job: str | None = None) -> int:
     """Return the port for rank 0.
 
-    This is ELASTIC_MASTER_PORT, else MASTER_PORT plus an offset, else a port derived from the job ID.
+    The port is ELASTIC_MASTER_PORT, else MASTER_PORT plus an offset, else a port derived from the job ID.
     """
     if _has(env, ASKS_FOR_PORT):
         return _port_in(env, ASKS_FOR_PORT)

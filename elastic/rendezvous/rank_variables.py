@@ -56,7 +56,7 @@ def follow(place: Place, environ: MutableMapping[str, str] | None = None) -> Non
 def stale(
     place: Place, environ_at_start: Mapping[str, str], reads: Iterable[VariableRead]
 ) -> list[VariableRead]:
-    """Return those ``reads`` whose variable had, when this worker started, another value than it has for ``place``.
+    """Return the ``reads`` of variables whose value for ``place`` differs from the value when this worker started.
 
     Reads of LOCAL_RANK are included only on rank 0, and only if its slot is not 0: scripts take the worker with
     LOCAL_RANK 0 for the first one.

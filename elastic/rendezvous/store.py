@@ -117,9 +117,9 @@ class Store:
         self._calls: set[Call] = set()
 
     def open(self) -> None:
-        """Start to serve, on rank 0. Does not wait.
+        """Start to serve, on rank 0. On other ranks, do nothing: they connect at their first exchange.
 
-        On other ranks, do nothing: they connect at their first exchange.
+        Does not wait.
         """
         if self._listener is not None and self._server is None:
             self._server = _Server(

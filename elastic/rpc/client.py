@@ -129,10 +129,7 @@ class ControlClient:
         self._wire.feed(data)
 
     def _flush(self) -> None:
-        """Send pending TLS records, such as those of the handshake.
-
-        A concurrent sender may already have sent them.
-        """
+        """Send pending TLS records, such as those of the handshake, unless a concurrent sender has sent them."""
         if self._tls is not None and self._sending.acquire(blocking=False):
             try:
                 with self._turning:

@@ -88,7 +88,7 @@ def shutdown() -> None:
 
 @contextlib.contextmanager
 def long_phase(name: str) -> Iterator[None]:
-    """Context manager that marks long work of one rank for which the others wait, such as an evaluation.
+    """Context manager that marks long work on one rank, such as an evaluation, while the other workers wait for it.
 
     Inside the context, the worker is never treated as stuck, and the log periodically reports the worker and the name
     of the phase. A stopped or unreachable process is still killed. If the world fails in the meantime, the other
@@ -114,7 +114,7 @@ def long_phase(name: str) -> Iterator[None]:
 def is_initialized() -> bool:
     """Return whether ``init()`` was called and ``shutdown()`` was not.
 
-    In a forked child, the calls of the worker that it was forked from also count.
+    In a forked child, this includes the calls of the worker from which it was forked.
     """
     return lifecycle.position() is not None
 

@@ -85,10 +85,7 @@ class CommitLog:
     # ---- commit() ------------------------------------------------------------------------------------------------
 
     def may_commit(self) -> None:
-        """Raise the world's error again if user code has caught it.
-
-        An interrupted step must not be committed.
-        """
+        """Raise the world's error again if user code has caught it: an interrupted step must not be committed."""
         self._session.raise_if_ended()
 
     def committed(self) -> None:
@@ -116,8 +113,8 @@ class CommitLog:
     def stop_at_own_pace(self) -> None:
         """Make this worker stop for planned changes at its own next safepoint, independently of other workers.
 
-        For workers that do not wait for each other in every step, and therefore reach safepoints of the same number at
-        different times.
+        Used by workers that do not wait for each other in every step, and therefore reach safepoints of the same number
+        at different times.
         """
         with self._session.lock:
             self._session.recovery.own_pace = True
@@ -238,9 +235,9 @@ class CommitLog:
         self._session.account.committed(time.monotonic())
 
     def step_back(self, state: CommittedState) -> None:
-        """Restore the newest commit.
+        """Restore the newest complete commit.
 
-        If it is incomplete, it is discarded, because no worker can continue from it.
+        An incomplete one is discarded, because no worker can continue from it.
         """
         if not state.valid():
             with self._session.lock:

@@ -1,5 +1,7 @@
 """Notification of listeners about changes of the job's hosts.
 
+Each listener has the method ``on_hosts_updated(timestamp, update_res)``.
+
 This module calls their method ``on_hosts_updated(timestamp, update_res)``. Every State under ``elastic.run`` is
 notified, and scripts may register their own objects. Listeners are notified when the list of hosts changes, and again
 when the driver prepares a planned change, before any worker stops for it. A notification has no effect on the change,
@@ -66,6 +68,8 @@ def told(listener: HostUpdateListener) -> Iterator[None]:
 
 def tell(timestamp: float, result: HostUpdateResult) -> None:
     """Notify all listeners.
+
+    Runs in the thread that reads the driver's messages, so listeners should return immediately.
 
     Runs in the thread that reads the driver's messages, so listeners should return immediately. If a listener raises an
     exception, it is printed, and the other listeners are still notified.

@@ -109,9 +109,9 @@ class LinkThread:
     # ---- work in the link thread ---------------------------------------------------------------------------------
 
     def poked(self) -> float:
-        """Check all timers.
+        """Check all timers. Called at every poke and at least once a second.
 
-        Called at every poke and at least once a second. Return the seconds until the next check.
+        Return the seconds until the next check.
         """
         session, now = self._session, time.monotonic()
         session.pulse.beat(now)

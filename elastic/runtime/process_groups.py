@@ -1,5 +1,7 @@
 """Process groups and rendezvous store of the current world.
 
+They are created at first use and aborted when the world fails.
+
 They are created at first use and aborted when the world fails. The link thread may abort them at any time. It takes no
 lock to do so, and thus never waits for the creation of a group. The callers determine the ranks of each group.
 """
@@ -346,7 +348,7 @@ class Groups:
         return late
 
     def launches(self) -> list[messages.Launches]:
-        """Return how many collectives each GPU group of this worker has launched, started and completed.
+        """Return the numbers of collectives that each GPU group of this worker has launched, started and completed.
 
         Does not wait. Called in the link thread.
         """
@@ -410,6 +412,8 @@ class Groups:
 
     def retire(self) -> None:
         """Close the groups of the previous world.
+
+        The work runs in a separate thread, so that it does not delay training.
 
         The work runs in a separate thread, so that it does not delay training. Called when the next world has formed:
         from then on, no member's GPU uses another member's memory.
@@ -524,7 +528,7 @@ def _named(purpose: str, members: tuple[int, ...], place: Place) -> str:
 def _is_agreed(purpose: str) -> bool:
     """Return whether all ranks are known to run the same collectives in the group with this purpose.
 
-    They are for named collectives, which are negotiated, and for gradients, which follow a plan that all ranks have
-    compared.
+    This is the case for named collectives, which are negotiated, and for gradients, which follow a plan that all ranks
+    have compared.
     """
     return purpose == NAMED or purpose.startswith(GRADIENTS)

@@ -114,7 +114,7 @@ class ProgressCounter:
         return due
 
     def next_look_s(self, now: float) -> float:
-        """Return the seconds that the link thread may sleep without missing a wait of `WAIT_S` seconds."""
+        """Return the number of seconds that the link thread may sleep without missing a wait that reaches `WAIT_S`."""
         inside, left_s = self.inside, WAIT_S - (now - self._since)
         return left_s if inside and 0 < left_s < LOOK_S else LOOK_S
 

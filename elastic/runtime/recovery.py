@@ -218,10 +218,7 @@ class Recovery:
         return self._end(messages.End(reason), reason)
 
     def reconnected(self) -> list[Action]:
-        """Return the messages to send on a connection that replaces a lost one.
-
-        The driver may not have received them.
-        """
+        """Return the messages to repeat on a new connection, because the driver may not have received them."""
         unanswered: list[Message] = [messages.Reconnected(self.generation, self._welcomed)]
         if self.leaving:
             unanswered.append(messages.Leaving(self.ending.leaving))
@@ -397,7 +394,9 @@ class Recovery:
         return self.newest
 
     def goes_back(self) -> Commit | None:
-        """Return the current world's commit if it is older than this rank's newest commit; else None.
+        """Return the commit from which the current world begins if this worker has a newer one, else None.
+
+        The newer commit may contain wrong gradients.
 
         The world begins from an older commit if the newest one may be wrong. A rank that holds a copy of the older
         commit restores it and calls `went_back`.

@@ -32,7 +32,7 @@ class Phases:
         self._ms = {"raised": self._between("broken", "raised")}
 
     def broken_at(self) -> float:
-        """Return when the last world failed or was stopped by a planned change, or 0 if neither has happened."""
+        """Return the time at which the last world failed or was stopped by a planned change, or 0 without either."""
         return self._marks.get("broken", 0.0)
 
     def restored(self, now: float) -> None:

@@ -188,6 +188,8 @@ class Session:
     def mark_broken(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> None:
         """Report that a collective of this generation has failed.
 
+        Aborts all other collectives, and notifies the driver.
+
         Aborts all other collectives, and notifies the driver. Thread-safe. Never raises.
 
         Args:
@@ -273,7 +275,7 @@ class Session:
 
     @property
     def asked_to_leave(self) -> bool:
-        """Return whether LeaveRequested means a graceful leave (exit code 0), and not a failure of the job."""
+        """Return whether LeaveRequested means a graceful exit (exit code 0) rather than the failure of the job."""
         over = self.recovery.over
         return isinstance(over, messages.Leave) and not over.fenced
 

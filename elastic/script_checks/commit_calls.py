@@ -1,4 +1,7 @@
-"""Search for ``commit()`` calls in a script's syntax tree, and for their conditions. Pure: no I/O, no clock."""
+"""Search for ``commit()`` calls in a script's syntax tree, with the conditions under which they run.
+
+Pure: no I/O, no clock.
+"""
 
 from __future__ import annotations
 

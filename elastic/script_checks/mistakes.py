@@ -63,7 +63,7 @@ class UsedPart:
 class Trained:
     """Optimizer that has taken steps.
 
-    Of its ``parameters``, ``uncovered`` do not belong to a model in the state.
+    ``uncovered`` contains those of its ``parameters`` that do not belong to a model in the state.
     """
 
     name: str

@@ -383,18 +383,15 @@ def _is_ours(value: object) -> bool:
 
 
 def _kept(sampler: object) -> list[str]:
-    """Return the attributes of a sampler whose name and value match a rank or a size of the world.
-
-    An example is ``rank=1``.
-    """
+    """Return a sampler's attributes that have the name and value of a rank or a size, such as ``rank=1``."""
     values = getattr(sampler, "__dict__", {})
     return [f"{n}={values[n]}" for n in PLACES if isinstance(values.get(n), int)]
 
 
 def _follows(sampler: object) -> bool:
-    """Return whether the sampler follows the world.
+    """Return whether the sampler needs no check.
 
-    It does if it is a torch sampler, or behaves like torch's DistributedSampler.
+    Samplers of torch need none, nor do samplers whose rank and size follow the world.
     """
     own = type(sampler).__module__.startswith("torch.utils.data")
     return own or following_samplers.follows(sampler)

@@ -311,10 +311,7 @@ def as_sharded(local: torch.Tensor, like: torch.Tensor, present: Any) -> Any:
 
 
 def by_rows(tensor: Any) -> bool:
-    """Return whether a DTensor is sharded only along its first dimension, by one mesh dimension.
-
-    It must be replicated along any other mesh dimension.
-    """
+    """Return whether a DTensor is sharded along dimension 0 by one mesh dimension, and replicated by the others."""
     from torch.distributed.tensor import Shard
 
     *replicated, sharded = tensor.placements

@@ -136,7 +136,7 @@ class _Query:
         )
 
     def moved(self, spec: Any) -> Any:
-        """Return the same specs of results for the mesh of this schema."""
+        """Return the specs of results in ``spec`` with the mesh of this schema instead of their own."""
         if isinstance(spec, (list, tuple)):
             return type(spec)(map(self.moved, spec))
         if spec is None:

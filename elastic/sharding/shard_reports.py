@@ -1,4 +1,7 @@
-"""Reports of a rank to the driver about its shards, and about its rows in a new world. Pure: no I/O, no clock."""
+"""Reports of a rank to the driver about the shards that it holds, and its rows in a new world.
+
+Pure: no I/O, no clock.
+"""
 
 from __future__ import annotations
 

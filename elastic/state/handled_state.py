@@ -1,5 +1,7 @@
 """State whose values may have handlers, such as models, optimizers and samplers.
 
+A value with a handler is a part (see `part`).
+
 A value with a handler is a part (see `part`). All parts are committed, restored and sent together. `TorchState` and the
 Keras states define which values they accept.
 """
@@ -233,9 +235,7 @@ class HandledState(_OfThisProcess, ObjectState):
         return ShardedCommits(lambda: [*models, *optimizers, *partitioned], copies, shards, least)
 
     def _check_parameters(self) -> None:
-        """Check that the models of a sharded state have unchanged parameters.
-
-        Also checks that the optimizers train only these parameters.
+        """Check that a sharded state's models still have the same parameters, and its optimizers train only these.
 
         Raises:
             NotElastic: the parameters of a fully sharded model have changed, or an optimizer in the state trains
@@ -273,10 +273,7 @@ class HandledState(_OfThisProcess, ObjectState):
                 raise unsupported_sharding.refuse_replaced(part.name, other, which)
 
     def _notify_shards(self) -> None:
-        """Register the models' buffers and the gradient scalers with the state's `Shards`.
-
-        The `Shards` keep them equal on all ranks.
-        """
+        """Register models' buffers and gradient scalers with the state's `Shards`, to keep them equal on all ranks."""
         for shards in self._shards():
             for value in self._referred():
                 if isinstance(value, torch.nn.Module | torch.amp.GradScaler):
@@ -385,7 +382,7 @@ class HandledState(_OfThisProcess, ObjectState):
     def _save_shards(self, sharded: ShardedCommits, values: dict[str, Any]) -> None:
         """Save the replicated values to two snapshot buffers alternately, like the shards.
 
-        All ranks may have to restore the previous commit.
+        Two buffers are needed because all ranks may have to restore the previous commit.
         """
         self._check_parameters()
         self._check_stepped()
@@ -679,6 +676,8 @@ class HandledState(_OfThisProcess, ObjectState):
 
     def digest_tensors(self) -> dict[str, int]:
         """Return the digest of each committed tensor, by name.
+
+        Examples of names are ``model.0.weight`` and ``optimizer.0.weight.exp_avg``.
 
         Examples of names are ``model.0.weight`` and ``optimizer.0.weight.exp_avg``. The result is empty if the
         last save is incomplete, or if a save began during the computation.

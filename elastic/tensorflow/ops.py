@@ -13,9 +13,9 @@ These arguments are common to all functions:
     average: deprecated; True is ``op=Average``, False is ``op=Sum``.
     prescale_factor, postscale_factor: the tensor is multiplied by them before and after the reduction; Average and Sum
         only.
-    compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the same two methods.
-    process_set: the ranks that take part and must make the call. Default: all ranks.
-    device_dense, device_sparse, ignore_name_scope: ignored.
+    compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the methods ``compress`` and ``decompress``.
+    process_set: the ranks that take part and must make the call. Default: all ranks. device_dense, device_sparse,
+    ignore_name_scope: ignored.
 
 All functions raise the errors of torch's collectives (see `elastic.api.ops`). In eager mode, an error is also an
 instance of TensorFlow's class: ``tf.errors.FailedPreconditionError`` for mismatched tensors,
@@ -449,7 +449,7 @@ def grouped_reducescatter(
 def _scatter(
     name: str | None, members: Members, op: Op, factors: tuple[float, float], tensors: Tensors
 ) -> list[tf.Tensor]:
-    """Reduce and scatter. The gradient gathers all gradients, times the number of ranks for Sum, as in Horovod."""
+    """Reduce and scatter. As in Horovod, the gradient is an allgather, times the number of ranks for Sum."""
     name = bridge.named("reducescatter", name)
 
     def compute(found: list[torch.Tensor]) -> bridge.InFlight:

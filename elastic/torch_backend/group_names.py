@@ -2,8 +2,8 @@
 
 torch numbers groups per process and includes their count in the names of other groups. A worker that has just joined
 has created fewer groups than the others, but ranks connect by these names. A group created under ``elastic.run`` is
-therefore named by the generation and its number within it. Earlier groups keep torch's numbers, since every worker runs
-that code once.
+therefore named by the generation and its number within it. Groups created before ``elastic.run`` keep torch's numbers,
+since every worker creates them once.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Storage:
 
     @contextlib.contextmanager
     def writing(self, name: str, alive: Alive = lambda: None) -> Iterator[CheckedFile]:
-        """Write a new file, which becomes visible at the end of the block. If the block raises, no file is created.
+        """Context manager that writes a new file, visible once the block ends. If the block raises, no file is created.
 
         Args:
             name: name of the file.
@@ -319,7 +319,7 @@ def _refuse_misspelt(url: str) -> None:
 def _patience(protocol: str) -> dict[str, Any]:
     """Return fsspec options with timeouts for S3.
 
-    Empty for other protocols, or if the user has configured fsspec for S3.
+    The result is empty for other protocols, and if the user has configured fsspec for S3.
 
     With the S3 client's default timeouts, an outage would be reported only after minutes.
     """

@@ -178,7 +178,7 @@ class GlooCollectives:
     def _swap(self, store: Store, purpose: str, key: str, value: bytes) -> dict[str, bytes]:
         """Exchange the values of all ranks under one of Gloo's keys, including their listeners' addresses.
 
-        The timeout for a rank that is late to its first collective is the same as for any other collective.
+        The wait has the timeout of a collective, because other ranks may arrive late at their first collective.
         """
         own = sockets.find_listener(value)
         if own is None:
@@ -514,8 +514,8 @@ class GlooCollectives:
     def _time_out(self) -> None:
         """Make Gloo close the connections left open after an abort, and wake the threads that wait for them.
 
-        A receiver or sender that failed in the middle of a message leaves its connection open: it is not used again,
-        its thread spins at the end of the stream, and other works wait for it until the timeout. The timeout of one
+        A send or receive that fails in the middle of a message leaves its connection open. The connection is not used
+        again, but a thread spins at the end of its stream, and other works wait until the timeout. The timeout of one
         receive closes all connections of a group. This takes at least a millisecond, so do not call it in the link
         thread.
         """

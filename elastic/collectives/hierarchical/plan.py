@@ -99,7 +99,7 @@ class Topology:
 
 
 class Turn(enum.Enum):
-    """Step in the reduction of a chunk. Members are listed in the order of the steps."""
+    """Step in the reduction of a chunk. Every chunk passes through the steps in the order listed here."""
 
     REDUCE = enum.auto()  # Start the collective among the ranks of the host.
     # The chunk is reduced on the host: start the collective between hosts.
@@ -174,7 +174,7 @@ class Exchange(NamedTuple):
 class Posting(NamedTuple):
     """The exchanges of a hierarchical alltoall: to the carriers, between hosts, and to the receivers.
 
-    The first two may be unnecessary.
+    Each of the first two is None if this rank does not need it.
     """
 
     collect: Exchange | None  # exchange within the host before that between hosts, or None

@@ -95,9 +95,9 @@ class GradientBucket(Protocol):
         """
 
     def heard(self, op: Op) -> StepFlag:
-        """Return the reduced step flag of a bucket that contains one.
+        """Return the reduced step flag of a bucket that contains one. Call `finish` first.
 
-        Call `finish` first. Synchronizes with the device.
+        Synchronizes with the device.
         """
 
     def finish(self) -> int | None:
@@ -452,7 +452,7 @@ def wire_of(tensor: torch.Tensor) -> BucketSpec:
 def gradient_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the strides that autograd gives a parameter's gradient.
 
-    These are the parameter's strides if it is dense, otherwise contiguous ones.
+    They are the parameter's strides if it is dense, otherwise contiguous ones.
     """
     return torch.empty_like(parameter, device="meta").stride()
 

@@ -185,7 +185,7 @@ class GradientReducer:
     def discard(self) -> None:
         """Abandon the current step.
 
-        Resets the step's counters, drops works in flight, and removes possibly corrupted gradients.
+        Resets the step's counters, drops works in flight, and removes gradients that may be corrupted.
         """
         for slot in self._plan.slots:
             if slot.filled and slot.bucket is not None:
@@ -644,6 +644,8 @@ class GradientReducer:
     def _heed_change(self, world: Context) -> None:
         """Agree on a new plan if the reduced step flag is CHANGE.
 
+        The flag states that a rank has changed which parameters require a gradient.
+
         The flag means that a rank has changed which parameters require a gradient. The step has reduced the parameters
         of the old plan. The new plan contains all parameters that any rank trains, and this method reduces the
         gradients of the added ones.
@@ -690,10 +692,7 @@ class GradientReducer:
         self._known_pass = -1
 
     def _twins(self) -> tuple[int, int]:
-        """Return the index of this reducer among those with equal parameter shapes, and their number.
-
-        The index is the number of such reducers that were created earlier.
-        """
+        """Return this reducer's index among those with equal parameter shapes, in order of creation, and their number."""
         return self._twin, sum(other._kind == self._kind for other in reducers())
 
 

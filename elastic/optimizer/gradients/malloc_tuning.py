@@ -70,9 +70,9 @@ class MallocTuning:
             self._kept = kept
 
     def filled(self) -> None:
-        """Return unused memory to the system, once, after the first buckets were filled.
+        """Return unused memory to the system, once.
 
-        Only in that step do all gradients exist at the same time.
+        Called after the first buckets were filled, because only then do all gradients exist at the same time.
         """
         if self._threshold and not self._trimmed and self._malloc_trim is not None:
             self._trimmed = True

@@ -197,7 +197,7 @@ def order_digest(order: Sequence[int]) -> int:
 def vector(proposal: PlanProposal | None, taken: Sequence[int]) -> list[int]:
     """Return the vector that this rank contributes to the comparison.
 
-    It contains the fields, their negatives, a flag for joined ranks, and the numbers in use.
+    It contains the proposal's fields, their negatives, a flag for joined ranks, and the plan numbers in use.
 
     Args:
         proposal: None for a rank that has joined; its vector affects no field of the result.
@@ -215,7 +215,7 @@ class PlanVerdict(NamedTuple):
         least: minimum of each field over all proposals. Meaningless if no rank has data.
         greatest: maximum of each field over all proposals.
         joined: whether any rank has joined.
-        taken: for each number, 1 if the number cannot be reused on some rank, else 0.
+        taken: for each plan number, 1 if any rank still uses the number, else 0.
     """
 
     least: PlanProposal
@@ -313,7 +313,7 @@ class Plans:
         return CHANNEL if self.agreed else GRADIENTS
 
     def taken(self) -> list[int]:
-        """Return, for each number, 1 if this rank still uses the number, else 0."""
+        """Return, for each plan number, 1 if this rank still uses the number, else 0."""
         taken = [int(each.taken) for each in self.agreed[:MAX_PLANS]]
         return taken + [0] * (MAX_PLANS - len(taken))
 

@@ -17,7 +17,7 @@ from elastic.optimizer.sharded.buckets import ShardBucket
 
 
 class ShardSlot:
-    """Place of one trained parameter in a bucket, with its remaining backward passes in the current shard."""
+    """Place of a trained parameter in a bucket, with its number of remaining backward passes in the current shard."""
 
     __slots__ = ("bucket", "number", "passes_left", "position")
 

@@ -221,7 +221,10 @@ class ShardReducer:
             bucket.shard_begins(merge, complete, last, self._divisor_of_root(bucket))
 
     def _divisor_of_root(self, bucket: ShardBucket) -> int:
-        """Return the divisor to apply to a partial sum: with only one rank, the partial is already the complete sum."""
+        """Return the divisor for a partial sum.
+
+        It is 1 unless there is only one rank, so that its partial is already the complete sum.
+        """
         alone = self._step is not None and len(self._step.held) == 1
         return self._divisor if alone and self.shards.exact and not bucket.compressed else 1
 

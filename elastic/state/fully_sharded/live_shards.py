@@ -220,10 +220,7 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
         return structure, {name: each for name, each in tensors.items() if name not in sharded}
 
     def _check_values(self, values: dict[int, Any]) -> None:
-        """Raise Invalid if an entry that is not a tensor contains tensors that would have to be resharded.
-
-        A list is an example of such an entry.
-        """
+        """Raise Invalid if an entry other than a tensor, such as a list, contains tensors that need resharding."""
         parameters = list(self.parameters()) if values else []
         for number, entries in values.items():
             for key, entry in entries.items() if self.is_divided(parameters[number]) else ():

@@ -40,9 +40,9 @@ class ArenaOffer:
 
 
 def offer() -> ArenaOffer | None:
-    """Return the handle of this process's arena.
+    """Return the handle of this process's arena, or None if other processes cannot map it.
 
-    Return None with ELASTIC_NATIVE=0, or if the system does not permit mapping it.
+    They cannot if ELASTIC_NATIVE=0 is set or the system does not permit it.
     """
     mine = arena.mine()
     if mine is None:

@@ -315,7 +315,7 @@ class ShardedCommits:
         self._number += 1
 
     def redo(self) -> None:
-        """Reuse the number of the newest commit, which was dropped, for the next commit."""
+        """Give the next commit the number of the newest commit, which was dropped."""
         self._number -= 1
 
     def seal(self) -> float:
@@ -386,9 +386,9 @@ class ShardedCommits:
     def _agree_and_mirror(
         self, group: Collectives, world: ShardedWorld, bank: ShardBuffers, valid: bool
     ) -> tuple[bool, list[Transfer], int]:
-        """Mirror the copies if they are valid on all ranks. Collective.
+        """Mirror the copies if they are valid on all ranks. Return whether they are, and the result of `_mirror`.
 
-        Return whether they are, and the result of `_mirror`.
+        Collective.
         """
         agreed = torch.tensor([valid], dtype=torch.int64, device="cpu")
         group.allreduce(agreed, Op.MIN).wait()
@@ -397,10 +397,7 @@ class ShardedCommits:
         return True, *self._mirror(group, world, bank)
 
     def _stop_mirroring(self) -> None:
-        """Record the newest commit as mirrored if this rank's transfers of it had completed.
-
-        Called when the world has ended.
-        """
+        """Record the newest commit as mirrored if this rank's transfers of it had completed when the world ended."""
         with contextlib.suppress(CollectiveFailed):  # the group has failed with its world
             if not self._finish_copy():
                 self._cycle.discard()
@@ -493,7 +490,7 @@ class ShardedCommits:
     def _mirror(
         self, group: Collectives, world: ShardedWorld, bank: ShardBuffers
     ) -> tuple[list[Transfer], int]:
-        """Start to send this rank's shard to the ranks that keep a copy, and to receive the shards that it keeps.
+        """Start to send this rank's shard to the ranks that keep a copy of it, and to receive the shards to keep.
 
         Returns the transfers, and the number of bytes sent.
         """
@@ -542,9 +539,9 @@ class ShardedCommits:
 
     @property
     def placed(self) -> ShardsPlaced | None:
-        """Return the report to the driver about this rank's shard since the last change of the world.
+        """Return the report to the driver about this rank's shard in the newest world, or None before any report.
 
-        Return None before the first change.
+        The report contains the sources of the rows.
         """
         return self._rows_placed
 
@@ -697,7 +694,7 @@ class ShardedCommits:
     def divide(
         self, rt: WorkerRuntime, met: WorldInventory | None, specs: dict[str, RowSpec]
     ) -> dict[str, tuple[Rows, torch.Tensor]]:
-        """Divide tensors from a source other than the ranks' commits, such as a checkpoint, among this world's ranks.
+        """Divide tensors from another source than the ranks' commits, such as a checkpoint, among this world's ranks.
 
         Collective.
 

@@ -19,10 +19,7 @@ class LoaderStateHandler(DictPart):
         return [f"{self.name} {self.value.layout()}"]
 
     def attach(self, parameters: Callable[[], Iterable[torch.Tensor]], *, stepped: bool) -> None:
-        """Set the parameters that are trained on the loader's batches.
-
-        ``stepped`` states whether an optimizer of the same state trains them.
-        """
+        """Set the parameters trained on the loader's batches, and whether an optimizer of the state trains them."""
         self.value.attach(parameters, stepped=stepped)
 
     def reset(self) -> None:

@@ -71,10 +71,7 @@ class ModelStateHandler(Part):
         return anatomy
 
     def seems_unchanged(self) -> bool:
-        """Return False if a gradient was replaced.
-
-        A custom optimizer may have stepped after that backward pass.
-        """
+        """Return False if a gradient was replaced: a custom optimizer may have stepped after that backward pass."""
         gradients = [
             (id(each), each._version, each.data_ptr() if plain(each) else 0)
             for module in self._skeleton.modules

@@ -44,10 +44,7 @@ class StateHandler:
 
 
 class Part(StateHandler):
-    """Handler whose value a `TorchState` commits at memory bandwidth.
-
-    The value is sent in one transfer with all other parts.
-    """
+    """Handler of a value that a `TorchState` commits at memory bandwidth and transfers with all other parts."""
 
     def __init__(self, value: Any, name: str = "") -> None:
         super().__init__(value)
@@ -66,10 +63,7 @@ class Part(StateHandler):
         return []
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Return a structure of Python values, and the detached live tensors by name.
-
-        The structure can be copied and pickled.
-        """
+        """Return a structure of Python values, to be copied or pickled, and the detached live tensors by name."""
         raise NotImplementedError
 
     def kept(self, structure: Any) -> set[str]:
@@ -131,7 +125,7 @@ class Part(StateHandler):
         """Adapt the value to a change of the world."""
 
     def bytes_to_come(self) -> int:
-        """Estimate the size in bytes of the CPU tensors that a joining worker must allocate for received values."""
+        """Return the estimated size in bytes of the CPU tensors that a joining worker allocates for received values."""
         return 0
 
     def bytes_of_gradients(self) -> int:
@@ -240,10 +234,7 @@ class Part(StateHandler):
 
 
 class DictPart(Part):
-    """Handler of objects with ``state_dict()`` and ``load_state_dict()``.
-
-    Examples are LR schedulers and gradient scalers.
-    """
+    """Handler of objects with ``state_dict()`` and ``load_state_dict()``, such as LR schedulers and scalers."""
 
     def layout(self) -> list[str]:
         return [f"{self.name} {type(self.value).__name__}"]

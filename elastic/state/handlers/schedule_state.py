@@ -1,5 +1,7 @@
 """Handler of learning rate schedulers.
 
+Checks that a schedule's functions of the step are equal on this worker and rank 0.
+
 Checks that a schedule's functions of the step are equal on this worker and rank 0. ``LambdaLR.state_dict()`` does not
 contain the functions. A joining worker creates its own, possibly from a number of steps that was computed for another
 world size. Without this check, ranks with different learning rates would diverge silently.
