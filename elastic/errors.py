@@ -147,7 +147,7 @@ class JobOver(JobFailed):
 
 
 class DeviceLost(ElasticError):
-    """Error raised when a GPU does not respond or has reported a fatal error. Its process must exit."""
+    """Error raised when a GPU does not respond or has reported a fatal error. The process that uses it must exit."""
 
 
 class DriverLost(ElasticError):

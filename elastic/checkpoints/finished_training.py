@@ -99,7 +99,7 @@ def paths_read(commit: CommitName, began_at: float) -> PathsRead:
 
 
 def _is_installed(path: str) -> bool:
-    """Return whether a path belongs to an installed package or to the kernel, so that only an update changes it."""
+    """Return whether a path belongs to an installed package or to the kernel, and changes only with an update."""
     paths = sysconfig.get_paths()
     folders = (paths["stdlib"], paths["platstdlib"], "/proc", "/sys", "/dev")
     if any(f"{path}{os.sep}".startswith(f"{os.path.realpath(each)}{os.sep}") for each in folders):

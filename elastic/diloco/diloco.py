@@ -86,9 +86,9 @@ class DiLoCo:
             round.
         delay: number of inner steps between sending a fragment and merging its mean, so that the collective overlaps
             training.
-        mix: weight of the inner parameters in a merge: inner = mix * inner + (1 - mix) * outer. It is the mixing
-            factor alpha of arXiv:2501.18512, whose figure 8 compares 0 with 0.5 for several delays, and whose
-            figure 10 uses 0.5. Default: 0.0 without a delay, else 0.5.
+        mix: weight of the inner parameters in a merge: inner = mix * inner + (1 - mix) * outer. This is the mixing
+            factor alpha of arXiv:2501.18512, where figure 8 compares 0 with 0.5 for several delays, and figure 10 uses
+            0.5. Default: 0.0 without a delay, else 0.5.
         dtype: dtype to which pseudo-gradients are cast before they are sent: float16, bfloat16 or float32. With int8,
             float8_e4m3fn or ``"int4"`` they are quantized, with a float32 scale for each 128 elements, and each worker
             adds its quantization errors to what it sends in the next round. Default: the parameters' own dtype.

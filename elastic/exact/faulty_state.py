@@ -29,7 +29,7 @@ def save(
     Args:
         folder: folder of the file. It is created if missing.
         evidence: the report of the wrong gradients.
-        rank: the rank of this process, whose gradients were wrong, or correct and saved for comparison.
+        rank: the rank of this process. Its gradients were wrong, or were correct and are saved for comparison.
         seed: seed of the shards. The seed, the step and the shard together determine the random generators of the pass.
         parts: weights, buffers and digests of gradients, from the listeners of the shards.
     """

@@ -133,8 +133,8 @@ class LoadBalancer:
 
         Args:
             seconds: seconds per shard of each rank; 0.0 for a rank that has not measured yet.
-            may_change: whether `may_change` is true on all ranks. Otherwise, a script might compute other shards than
-                it has fetched.
+            may_change: whether `may_change` is true on all ranks. If not, the division stays the same, because a script
+                might otherwise compute other shards than it has fetched.
         """
         speeds = known(seconds)
         if not speeds or self.pending is not None:

@@ -9,8 +9,8 @@ power of two that leaves at least one shard for the right one.
     5 shards:   ((0 + 1) + (2 + 3)) + 4         6 shards:   ((0 + 1) + (2 + 3)) + (4 + 5)
 
 A rank sums whole nodes as its shards are computed, in ascending order, like a binary counter (`schedule`). The results
-are its *partials*, the largest nodes all of whose shards it holds. The root is combined from the partials of all ranks
-(`program`). Every rank therefore evaluates part of the same expression, in the same order.
+are the rank's *partials*: the largest nodes that cover only shards of this rank. The root is combined from the partials
+of all ranks (`program`). Every rank therefore evaluates part of the same expression, in the same order.
 """
 
 from __future__ import annotations

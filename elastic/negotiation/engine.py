@@ -50,7 +50,8 @@ class Engine:
     """Engine that negotiates the named collectives of one generation with the other ranks, and starts them.
 
     Args:
-        group_for: called with a purpose, a device and the members; returns the process group that transfers the data.
+        group_for: called with the name of a group, a device and the members; returns the process group that transfers
+            the data.
         broken: called with the reason when the world fails.
     """
 

@@ -54,7 +54,7 @@ class AdasumDistributed(WrappedOptimizer):
 
         Raises:
             PeerLost: a rank was lost.
-            Invalid: the size of the world is not a power of two. This is a ValueError.
+            Invalid: (a ValueError) the size of the world is not a power of two.
         """
         world = lifecycle.current()
         self._begin_step()

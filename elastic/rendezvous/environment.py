@@ -234,8 +234,8 @@ def launched_timeout_s(
 ) -> float:
     """Return the timeout in seconds of a GPU collective, counted from its launch on this rank.
 
-    This is the ordinary timeout if the user has set one or there is a driver, which detects ranks that have not
-    launched the collective.
+    The result is ``collective_timeout_s`` if the user has set a timeout, or if there is a driver, which detects ranks
+    that have not launched the collective. Otherwise it is at most `LAUNCHED_TIMEOUT_S`.
     """
     env = os.environ if environ is None else environ
     own = ("ELASTIC_DRIVER", "ELASTIC_COLLECTIVE_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS")

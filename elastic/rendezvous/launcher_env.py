@@ -273,7 +273,7 @@ def _port(env: Mapping[str, str], job: str | None = None) -> int:
 
 
 def _secret(env: Mapping[str, str], job: str) -> bytes:
-    """Return ELASTIC_SECRET, or else a hash that keeps jobs apart but does not authenticate them."""
+    """Return ELASTIC_SECRET, or else a hash that distinguishes jobs but provides no authentication."""
     if not _has(env, "ELASTIC_SECRET"):
         return hashlib.sha256(job.encode()).digest()
     try:

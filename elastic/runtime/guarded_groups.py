@@ -44,7 +44,7 @@ class GuardedGroups:
     def group(
         self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None
     ) -> Collectives:
-        """Return the group for a purpose, created at its first use. See `WorkerRuntime.group`."""
+        """Return the group named ``purpose``, created at its first use. See `WorkerRuntime.group`."""
         session = self._session
         session.raise_if_broken()
         recovery = session.recovery

@@ -526,7 +526,7 @@ def _named(purpose: str, members: tuple[int, ...], place: Place) -> str:
 
 
 def _is_agreed(purpose: str) -> bool:
-    """Return whether all ranks are known to run the same collectives in the group with this purpose.
+    """Return whether all ranks are known to make the same calls of the group named ``purpose``.
 
     This is the case for named collectives, which are negotiated, and for gradients, which follow a plan that all ranks
     have compared.

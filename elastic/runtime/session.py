@@ -54,7 +54,7 @@ class Pulse:
         self._awake_at = now
 
     def slept_s(self, now: float) -> float:
-        """Return the seconds for which the process was stopped if it has just resumed, else 0."""
+        """Return the number of seconds for which the process was stopped if it has just resumed, else 0."""
         return self._slept_s if now - self._woke_at < ASLEEP_S else 0.0
 
 

@@ -389,9 +389,9 @@ def _kept(sampler: object) -> list[str]:
 
 
 def _follows(sampler: object) -> bool:
-    """Return whether the sampler needs no check.
+    """Return whether a sampler follows the world.
 
-    Samplers of torch need none, nor do samplers whose rank and size follow the world.
+    All samplers of torch do. Others do if they behave like torch's DistributedSampler.
     """
     own = type(sampler).__module__.startswith("torch.utils.data")
     return own or following_samplers.follows(sampler)

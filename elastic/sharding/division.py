@@ -17,7 +17,7 @@ class Division:
         rank: this rank.
         shards: number of shards.
         replicated: whether the mesh has a replica dimension, even of size 1.
-        unchanged: whether the ranks are in ascending order, and the previous world had the same ranks in this order.
+        unchanged: whether the ranks are in ascending order, and are the same as in the previous world.
     """
 
     order: tuple[int, ...]

@@ -66,7 +66,7 @@ def place_copies(
 def lasting(machines: Sequence[Hashable], reached: Sequence[Collection[int]]) -> list[bool]:
     """Return, for each rank, whether its memory outlives its process.
 
-    It does if there are other ranks on the same machine and all of them map the memory.
+    The memory outlives the process if there are other ranks on the same machine and all of them map it.
 
     Args:
         machines: machine of each rank, or None if the rank offers no memory.

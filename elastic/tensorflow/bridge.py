@@ -45,7 +45,7 @@ async_op.available()  # registers the operation, so that saved graphs that conta
 
 
 class InFlight:
-    """Submitted collective. ``results`` converts its result to the results of the call."""
+    """Submitted collective. ``results`` converts the collective's result to the results of `call`."""
 
     def __init__(
         self, handle: int, results: Callable[[Any], Sequence[torch.Tensor]] = list
@@ -54,7 +54,7 @@ class InFlight:
         self._results = results
 
     def finish(self) -> Sequence[torch.Tensor]:
-        """Wait for the collective, and return the results of the call."""
+        """Wait for the collective, and return the results of `call`."""
         return self._results(submission.synchronize(self.handle))
 
 

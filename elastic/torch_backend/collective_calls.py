@@ -1,9 +1,9 @@
 """Implementation of torch.distributed's collectives with the five collectives of a group.
 
 The group's collectives take contiguous tensors. A gather becomes an alltoall in which one rank receives, or an
-allgather if it is small. A reduce becomes an allreduce of a copy. A reduce_scatter becomes an alltoall whose rows each
-rank sums up, unless the group has one. As torch.distributed requires, all ranks of a group must make the same calls in
-the same order, with tensors of matching shapes.
+allgather if it is small. A reduce becomes an allreduce of a copy. Unless the group has a native reduce_scatter, a
+reduce_scatter becomes an alltoall whose rows each rank sums up. As torch.distributed requires, all ranks of a group
+must make the same calls in the same order, with tensors of matching shapes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Detection of idle Gloo threads from the scheduling counters of the kernel. Read-only.
 
-A collective that lost its wake-up never completes, and no thread works on it. Its thread has not run for a while,
-unlike the thread of a collective that still writes to tensors.
+A collective that lost its wake-up never completes. The thread of such a collective has stopped running, unlike the
+thread of a collective that still writes to tensors.
 """
 
 from __future__ import annotations

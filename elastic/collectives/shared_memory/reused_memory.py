@@ -23,7 +23,7 @@ KEPT = 4
 class ReusedMemory:
     """Pool of memory regions for reuse.
 
-    Thread-safe. One pool per process is enough, and keeps the most recently used regions.
+    Thread-safe. The pool keeps the most recently used regions. One pool per process is enough.
     """
 
     def __init__(self) -> None:

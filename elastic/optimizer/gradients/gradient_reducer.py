@@ -692,7 +692,7 @@ class GradientReducer:
         self._known_pass = -1
 
     def _twins(self) -> tuple[int, int]:
-        """Return this reducer's index among those with equal parameter shapes, in order of creation, and their number."""
+        """Return this reducer's index among those with equal parameter shapes, by age, and their number."""
         return self._twin, sum(other._kind == self._kind for other in reducers())
 
 
