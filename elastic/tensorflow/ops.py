@@ -8,13 +8,14 @@ same on all ranks unless a function says otherwise.
 These arguments are common to all functions:
 
     name: identifies the call, so ranks may submit their calls in different orders. Calls without a name are matched by
-    their order among the calls of the same collective. op: `Average` (default), `Sum`, `Min`, `Max`, `Product` or
-    `Adasum`. average: deprecated; True is ``op=Average``, False is ``op=Sum``. prescale_factor, postscale_factor: the
-    tensor is multiplied by them before and after the reduction; Average and Sum
+        their order among the calls of the same collective.
+    op: `Average` (default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
+    average: deprecated; True is ``op=Average``, False is ``op=Sum``.
+    prescale_factor, postscale_factor: the tensor is multiplied by them before and after the reduction; Average and Sum
         only.
     compression: `Compression.none`, `.fp16`, `.bf16`, or a class with the methods ``compress`` and ``decompress``.
-    process_set: the ranks that call the function (default: all ranks of the world). device_dense, device_sparse,
-    ignore_name_scope: ignored.
+    process_set: the ranks that call the function (default: all ranks of the world).
+    device_dense, device_sparse, ignore_name_scope: ignored.
 
 All functions raise the errors of torch's collectives (see `elastic.api.ops`). In eager mode, an error is also an
 instance of TensorFlow's class: ``tf.errors.FailedPreconditionError`` for mismatched tensors,
