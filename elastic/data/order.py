@@ -94,7 +94,7 @@ def seeded(seed: int) -> Iterator[None]:
 def kept() -> Iterator[None]:
     """Context manager that restores this process's random generators at the end of the block.
 
-    Restored are the generators of torch (CPU), random and numpy.
+    These are the generators of torch (CPU), random and numpy.
     """
     numpy = sys.modules.get("numpy")
     saved = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()

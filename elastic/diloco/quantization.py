@@ -85,7 +85,7 @@ def unpack(packed: torch.Tensor, elements: int, code: CodeFormat) -> torch.Tenso
 
 
 def weighted(packed: torch.Tensor, weight: float | None) -> torch.Tensor:
-    """Append a weight as a float64 to the result of `pack`. With None, return the result unchanged."""
+    """Append a weight as a float64 to the result of `pack`. If the weight is None, return the result unchanged."""
     if weight is None:
         return packed
     appended = torch.tensor([weight], dtype=torch.float64, device=packed.device)

@@ -127,7 +127,7 @@ class Follow:
 
 
 class Decisions(NamedTuple):
-    """Decisions of the leaders, beginning with the merge that was asked for."""
+    """Decisions of the leaders, beginning with the requested merge."""
 
     decided: int  # number of consecutive decided merges
     wanted: bool  # whether another island has sent its change for the first undecided merge

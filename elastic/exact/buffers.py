@@ -121,7 +121,7 @@ class BufferKeeper:
         self._step: ShardStep | None = None
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Watch a model. Idempotent."""
+        """Start to track the buffers of a model. Idempotent."""
         if all(each() is not model for each in self._models):
             self._models.append(weakref.ref(model))
 

@@ -169,7 +169,10 @@ class Verifier:
     # ---- second passes ---------------------------------------------------------------------------------------------
 
     def _first_step(self, step: ShardStep) -> Generator[int, None, FirstStep]:
-        """Compute this rank's first shard twice, once per process, to check that the model is deterministic."""
+        """Compute this rank's first shard a second time, to check that the model is deterministic.
+
+        Does nothing if this process has already passed the check.
+        """
         if self._deterministic or not step.merges:
             return FirstStep(self._arithmetic(), int(self._deterministic))
         shard = step.merges[0].shard
@@ -180,7 +183,7 @@ class Verifier:
     def _recheck(
         self, odd: Sequence[Conspicuous], step: ShardStep, generation: int
     ) -> Generator[int, None, dict[ShardCheck, list[Computed]]]:
-        """Yield each shard with conspicuous gradients on a rank that computes it again."""
+        """Yield those shards with conspicuous gradients that this rank computes again."""
         found = [(rank, each.shard) for rank, each in enumerate(odd) if each.shard >= 0]
         again = verification.rechecks(found, len(step.held), self._seed, generation, step.number)
         self._limits = {each.shard: verification.limit(each.usual) for each in odd}

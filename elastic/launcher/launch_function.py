@@ -90,7 +90,7 @@ def launch(
 def values_of(results: Sequence[bytes | None]) -> list[Any]:
     """Return the unpickled results in rank order.
 
-    Raises JobFailed if a result is missing, because indices must be ranks.
+    Raises JobFailed if a result is missing, because the index of each result must be its rank.
     """
     missing = [str(rank) for rank, blob in enumerate(results) if blob is None]
     if missing:

@@ -181,7 +181,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     @property
     def _scale(self) -> float:
-        """Gradient scale of Gluon's trainer, without 1 / batch size.
+        """Gradient scale of Gluon's trainer, without the factor 1 / batch size.
 
         Computed in each step, because the world may change.
         """

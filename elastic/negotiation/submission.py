@@ -56,7 +56,7 @@ _callers: Members = None
 def among(callers: Members) -> Iterator[None]:
     """Restrict collectives over the whole world to the ranks in ``callers``, within a context.
 
-    All of them run the same code.
+    All of these ranks run the same code.
     """
     global _callers
     _callers = callers
@@ -367,7 +367,7 @@ def synchronize(handle: int) -> Any:
 
 
 def over(handle: int) -> bool:
-    """Return whether `synchronize` would return or raise at once. Accepts handles that are not in flight."""
+    """Return whether `synchronize` would return or raise immediately. Accepts handles that are not in flight."""
     found = _handles.peek(handle)
     if found is None or found.pending.done():
         return True

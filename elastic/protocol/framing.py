@@ -150,7 +150,7 @@ class FramedConnection:
 
     @property
     def unread(self) -> int:
-        """Return how many received bytes follow the last complete message."""
+        """Return the number of received bytes after the last complete message."""
         return len(self._buffer)
 
     def receive(self, data: bytes) -> Iterator[Any]:

@@ -30,7 +30,7 @@ class ClientHandshake:
     def answer(self, challenge: Any) -> bytes:
         """Return the proof that answers the driver's challenge.
 
-        Raises ProtocolError unless the driver has this version.
+        Raises ProtocolError unless the driver has the same version.
         """
         if not isinstance(challenge, Challenge):
             raise ProtocolError(

@@ -782,7 +782,7 @@ class Leave(Message):
 class Restate(Message):
     """Request to report the current status again (see `Reconnected`), because messages may have been lost.
 
-    The agent sends it to its workers after it has reconnected.
+    The agent sends this request to its workers after it has reconnected.
     """
 
 
@@ -845,7 +845,7 @@ class Tracing(Message):
 class HostsListed(Message):
     """Notice that the list of hosts has changed.
 
-    It is passed to listeners in the script. Changes of the world are announced by Prepare.
+    The notice is passed to listeners in the script. A change of the world is announced by Prepare.
     """
 
 

@@ -137,7 +137,7 @@ class DriverActor:
     async def ready(self, count: int, within_s: float) -> str:
         """Wait until ``count`` persistent workers serve calls.
 
-        Return an empty string, or the reason why they do not.
+        Return an empty string, or the reason why the workers do not serve calls.
         """
         return await self._in_loop(self._ready(count, within_s))
 

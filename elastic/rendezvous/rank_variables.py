@@ -117,7 +117,7 @@ def _is_local_rank(node: ast.AST) -> bool:
 
 
 def reads_of_script(modules: Mapping[str, object] | None = None) -> list[VariableRead]:
-    """Return all reads of such variables in the script's own modules."""
+    """Return all lines in the script's own modules that may use a value from an earlier world. See `reads_in`."""
     found: list[VariableRead] = []
     for file in script_files(sys.modules if modules is None else modules):
         try:

@@ -16,7 +16,7 @@ LIBRARIES = frozenset({
 
 
 def script_files(modules: Mapping[str, object]) -> list[str]:
-    """Return the files of those given modules that belong to the script, at most ``MOST``."""
+    """Return the files of the given modules that belong to the script: at most `MOST` files."""
     standard = sysconfig.get_paths()["stdlib"] + os.sep
     found: list[str] = []
     for name, module in list(modules.items()):

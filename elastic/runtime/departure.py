@@ -101,7 +101,7 @@ class Departure:
     def _ends_soon(self) -> bool:
         """Return whether this worker or its job is about to end.
 
-        If there were child processes, wait briefly for a sign.
+        If there were child processes, wait briefly for a sign of the end.
         """
         session = self._session
         if (

@@ -209,7 +209,8 @@ class GuardedGroups:
 class Guard:
     """Context manager in which collectives run. See `WorkerRuntime.guard`.
 
-    A class rather than a generator, which would be slower: every collective enters this context.
+    This is a class rather than a generator, because every collective enters this context and a generator would be
+    slower.
     """
 
     __slots__ = ("_generation", "_groups", "_name")

@@ -107,7 +107,7 @@ class Groups:
     # ---- the store -------------------------------------------------------------------------------
 
     def listen(self, address: Address | None = None) -> Address:
-        """Bind an address at which this worker can serve the next generation's store, and return it."""
+        """Bind and return an address at which this worker can serve the next generation's store."""
         if self._listener is None:
             if address is None:
                 self._listener = listen(self._env.bind_host)

@@ -199,7 +199,7 @@ class State:
                     callback()
 
     def calls_back(self) -> bool:
-        """Return whether reset callbacks are registered. They may have changed committed values."""
+        """Return whether reset callbacks are registered. The callbacks may have changed committed values."""
         return bool(self._reset_callbacks)
 
     def on_hosts_updated(self, timestamp: Any, update_res: Any) -> None:

@@ -54,7 +54,10 @@ def replace() -> None:
 
 
 def name(ranks: Sequence[int], use_hashed_name: bool) -> Any:
-    """Replacement of torch's function. With ``use_hashed_name``, only members create the group, named by its ranks."""
+    """Replacement of torch's function that names a group.
+
+    With ``use_hashed_name``, only members create the group, and its name is derived from its ranks.
+    """
     rt = lifecycle.active()
     if rt is None or not rt.elastic:
         return _theirs(ranks, use_hashed_name)

@@ -26,7 +26,7 @@ _SPARE = 4  # number of receive buffers kept for later exchanges
 
 
 class CollectiveKind(enum.IntEnum):
-    """Kind of collective."""
+    """Kinds of collectives that a header can describe."""
 
     ALLREDUCE = 1
     BROADCAST = 2
@@ -116,7 +116,7 @@ class FirstExchange:
 
 
 class Places:
-    """Receive buffers of one exchange. Each other rank has one row."""
+    """Receive buffers of one exchange, with one row for each other rank."""
 
     def __init__(self, rank: int, size: int, row: int) -> None:
         self.flat = torch.empty((size - 1) * row, dtype=torch.uint8, device="cpu")

@@ -156,7 +156,7 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def _c_address(family: int, name: tuple[str, int]) -> bytes:
-    """Return the start of the C struct sockaddr_in or sockaddr_in6 with this address."""
+    """Return the first bytes of the C struct sockaddr_in or sockaddr_in6 that contains this address."""
     head = struct.pack("=H", family) + struct.pack("!H", name[1])
     packed = socket.inet_pton(family, name[0].partition("%")[0])
     return head + packed if family == socket.AF_INET else head + bytes(4) + packed

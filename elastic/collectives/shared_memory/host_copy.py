@@ -19,9 +19,9 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def bytewise(tensor: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Return whether the tensor can be copied byte by byte.
+    """Return whether the tensor can be copied to the buffer byte by byte.
 
-    Both tensors must store their values consecutively and in order.
+    Both must store their values consecutively and in order.
     """
     return (
         type(tensor) in PLAIN_TYPES

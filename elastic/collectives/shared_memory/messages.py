@@ -20,7 +20,7 @@ _VERDICT_S = 1.0
 
 
 class MessageGroup(Protocol):
-    """Interface of `SharedCollectives` that its messages need."""
+    """Part of the interface of `SharedCollectives` that point-to-point messages use."""
 
     rank: int
     size: int

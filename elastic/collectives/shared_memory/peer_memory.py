@@ -141,7 +141,7 @@ def open_peer(owner: Identity, offered: Shareable, keep: bool = False) -> Mappin
 
 
 def sweep() -> None:
-    """Unmap unused memory of exited processes, which remains allocated until then."""
+    """Unmap unused memory of exited processes, because the memory remains allocated while it is mapped."""
     with _lock:
         for mapped in list(_open.values()):
             _drop_unused(mapped)

@@ -315,7 +315,7 @@ class SharedCollectives:
         self._messages.discard(message)
 
     def named(self, rank: int) -> int:
-        """Return the name of this rank in errors."""
+        """Return the name by which errors refer to this rank."""
         return self._ranks[rank]
 
     # ---- abort and close -------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ class GradientPlan:
             bucket.scales = scale
 
     def layout(self, digest: int, size: int) -> plan_agreement.StepPlan:
-        """Return the description of the plan from which a joined rank can take part in steps of ``size`` ranks."""
+        """Return a description of the plan with which a joined rank can take part in steps of ``size`` ranks."""
         assert self.order is not None
         sparse = []
         for number, dims in sorted(self.sparse.items()):

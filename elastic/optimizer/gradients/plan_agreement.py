@@ -275,7 +275,7 @@ class Owner(Protocol):
     """Interface of a reducer that owns an agreed plan."""
 
     def plan_replaced(self) -> None:
-        """Handle that the other ranks have replaced this optimizer's plan after this rank called `join`."""
+        """Handle the replacement of this optimizer's plan by the other ranks, after this rank has called `join`."""
 
 
 class AgreedPlan:

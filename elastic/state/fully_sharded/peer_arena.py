@@ -1,4 +1,4 @@
-"""Memory of a snapshot buffer that outlives its process as long as another process on the host maps it.
+"""Snapshot buffer memory that outlives the process as long as another process on the host maps the memory.
 
 The memory is part of the arena, which the other ranks of the host map. A header states which commit the memory contains
 completely. If the process is killed at any time, the other ranks can therefore tell whether the contents are usable.

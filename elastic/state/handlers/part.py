@@ -251,8 +251,8 @@ class DictPart(Part):
 class ScalerPart(DictPart):
     """Handler of a `torch.amp.GradScaler`.
 
-    The scaler's ``state_dict()`` does not contain the optimizers that were unscaled since the last ``update()``, which
-    a restore must forget.
+    The scaler's ``state_dict()`` does not contain the optimizers that were unscaled since the last ``update()``. A
+    restore must clear their record.
     """
 
     value: torch.amp.GradScaler

@@ -43,7 +43,7 @@ def for_numpy_function(error: BaseException) -> type[Exception]:
 
 @contextlib.contextmanager
 def for_eager() -> Iterator[None]:
-    """Context manager that converts errors of an eager collective to instances of both classes."""
+    """Context manager that makes errors of an eager collective also instances of TensorFlow's class."""
     try:
         yield
     except Exception as error:

@@ -16,7 +16,8 @@ Unpack = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
 def pack(tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Unpack]:
     """Join the small tensors of each dtype into one-dimensional tensors. Return all tensors and the inverse function.
 
-    For elementwise operations. All ranks pack in the same way, because packing depends only on shapes and dtypes.
+    Suitable for elementwise operations only. All ranks pack in the same way, because packing depends only on shapes and
+    dtypes.
     """
     small: dict[tf.DType, list[int]] = {}
     if not tf.executing_eagerly():
