@@ -2,10 +2,11 @@
 
 Pure: no I/O, no clock.
 
-A script that imports only `elastic` receives plain ``PeerLost`` and ``WorldChanging``, which ``except
-HorovodInternalError:`` does not catch. A script that imports Horovod's names may contain this clause, to log, clean up
-or retry, so it receives the subclasses. Importing this module does not enable them. The ``horovod`` package enables
-them by calling `raise_as_horovod`.
+In a script that only imports `elastic`, interruptions are ``PeerLost`` and ``WorldChanging``. They derive from
+BaseException, so ``except RuntimeError:`` does not catch them by accident. A script that imports Horovod's names may
+contain ``except HorovodInternalError:``, to log, clean up or retry. For such scripts, the ``horovod`` package calls
+`raise_as_horovod`: the interruptions that are raised are then subclasses of Horovod's exceptions. Importing this module
+alone changes nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """`SyncBatchNorm`: batch normalization with statistics over the batches of all ranks.
 
-In training, each rank computes the mean and variance of its own batch, and one small allreduce combines them: sums and
-sums of squares per channel in float64, and the number of values. The backward pass reduces two more sums per channel.
-Because sums are combined and not per-rank statistics, batches may differ in size and may be empty. A rank that called
-`join` contributes no values. See Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv 1502.03167.
+In training, each rank converts the mean and variance of its own batch to sums, and one small allreduce adds these up:
+sums and sums of squares per channel in float64, and the number of values. The backward pass reduces two more sums per
+channel. Because the allreduce adds sums and does not average statistics, batches may differ in size and may be empty. A
+rank that called `join` contributes no values. See Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv
+1502.03167.
 
 Communicates only through `elastic.api.ops`. Only torch operations are used, so the layer runs on any device.
 """

@@ -2,9 +2,9 @@
 
 Pure: no I/O, no clock.
 
-Each leader notifies all leaders when its island has sent its change, and when the grace period after that is over. All
-leaders receive the same notifications in the same order (see `elastic.negotiation.coordinator`), so all make the same
-decision without a further message.
+Each leader notifies all leaders when its island has sent its change, and again when the subsequent grace period is
+over. All leaders receive the same notifications in the same order (see `elastic.negotiation.coordinator`), so all make
+the same decision without a further message.
 
     notifications, quorum 2 of 3 islands:   sent by a   sent by c   expired   sent by b
     decision:                                                       a and c   (ignored: it takes part in the next merge)

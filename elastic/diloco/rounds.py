@@ -6,8 +6,8 @@ Pure: no I/O, no clock.
 
 `Rounds.step` yields actions. The caller performs each action and sends its answer to the generator. If a collective
 fails because a peer was lost, the caller abandons the generator and calls `Rounds.interrupted`: the merge stays
-pending, and is repeated in the next world. A collective may complete on some ranks and fail on others. The other ranks
-then take the merge from a rank on which it has completed.
+pending, and is repeated in the next world. A collective may complete on some ranks and fail on others. The ranks on
+which it has failed then take the merge from a rank on which it has completed.
 
 With a quorum, merges have one order, and are counted from the start of the job. A round ends once the fastest island
 has taken ``every`` inner steps: the other islands then send their changes after their next inner step. A merge does not

@@ -1,8 +1,8 @@
 """Elastic training with Accelerate: a state for the objects that ``accelerator.prepare`` returns.
 
-Samples of a loader in the state are assigned to ranks by the job's position. Accelerate still moves its batches to the
-device and detects the last batch. Other loaders, such as those for evaluation, divide their samples among the ranks of
-the current world. See docs/transformers.md.
+Samples of a loader in the state are assigned to ranks by the job's position. Accelerate still moves the loader's
+batches to the device and detects the last batch. Other loaders, such as those for evaluation, divide their samples
+among the ranks of the current world. See docs/transformers.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Conversion between JAX arrays and torch tensors, through DLPack if it supports the dtype.
 
-A tensor made from an array is a view of its memory. JAX counts the view as a reference: an array that is donated to a
-compiled function while the view exists is copied, not overwritten.
+A tensor made from an array is a view of the array's memory. JAX counts the view as a reference: an array that is
+donated to a compiled function while the view exists is copied, not overwritten.
 """
 
 from __future__ import annotations

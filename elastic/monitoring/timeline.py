@@ -17,9 +17,9 @@
     end_all()                      end all spans, because their world has ended. `Runtime` calls it after a loss
     now_ns()                       nanoseconds of this worker's monotonic clock
 
-All are thread-safe. None raises or waits. ``begin`` and ``end`` of a span may be called in different threads.
-Overlapping spans of one row that are not nested are drawn incorrectly: tensors of one name in two process sets
-need two rows.
+All functions are thread-safe, and none of them raises or waits. ``begin`` and ``end`` of a span may be called in
+different threads. Overlapping spans of one row that are not nested are drawn incorrectly: tensors of one name in two
+process sets need two rows.
 
 The phases have Horovod's names: ``NEGOTIATE_<OP>`` with a tick per rank, then ``<OP>``, and in it ``QUEUE``,
 ``MEMCPY_IN_FUSION_BUFFER``, ``GLOO_<OP>`` or ``NCCL_<OP>``, ``MEMCPY_OUT_FUSION_BUFFER``.

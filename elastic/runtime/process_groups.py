@@ -1,6 +1,6 @@
 """Process groups and rendezvous store of the current world.
 
-They are created at first use and aborted when the world fails.
+The groups and the store are created at first use and aborted when the world fails.
 
 They are created at first use and aborted when the world fails. The link thread may abort them at any time. It takes no
 lock to do so, and thus never waits for the creation of a group. The callers determine the ranks of each group.

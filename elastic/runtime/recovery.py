@@ -7,9 +7,9 @@
                                                    | a collective failed in a second training: no world follows
                                                    +--> BROKEN
 
-Two threads call it, one at a time (the runtime holds a lock): the link thread with the driver's messages, and the
-training thread with the events of user code. It never raises an exception. It returns what the training thread
-must raise at its next check, collective or step.
+Two threads call the state machine, one at a time (the runtime holds a lock): the link thread with the driver's
+messages, and the training thread with the events of user code. It never raises an exception itself. It returns what the
+training thread must raise at its next check, collective or step.
 
 Safepoints are numbered from the start of each world. A planned change is agreed without a collective: the driver asks
 all workers for their number c, and each holds its training thread at safepoint c + 1. The driver answers with the

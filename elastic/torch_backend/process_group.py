@@ -1,7 +1,7 @@
 """Collectives and messages of a ``torch.distributed.ProcessGroup``, with torch's signatures.
 
-torch's Python functions call these methods directly. Its C++ code (DDP's reducer, functional collectives) calls
-them through a trampoline. `collective_calls` implements them, `following_group` issues the calls.
+torch's Python functions call these methods directly. torch's C++ code (DDP's reducer, functional collectives) calls the
+methods through a trampoline. `collective_calls` implements them, and `following_group` issues the calls.
 """
 
 from __future__ import annotations

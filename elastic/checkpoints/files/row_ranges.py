@@ -3,7 +3,7 @@
 Pure: no I/O, no clock.
 
 Rows are written by the ranks of one world and read by those of another, of any size. Each rank reads only its own rows.
-Each checksum covers a fixed number of rows, so every read starts and ends at a boundary between such pieces.
+Each checksum covers a piece of a fixed number of rows, so every read starts and ends at a boundary between pieces.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reductions over one group of ranks, with scaling, precision rules, and packing of small tensors.
 
-Each function that starts a reduction returns the works to wait for and a function that produces the result. It checks
-its arguments before it sends anything.
+Each function that starts a reduction returns the works to wait for and a function that produces the result. The
+function checks its arguments before it sends anything.
 """
 
 from __future__ import annotations

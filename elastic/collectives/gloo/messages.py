@@ -1,10 +1,10 @@
 """Point-to-point messages over Gloo.
 
-Gloo ends the process if a message is longer than its receive, and fills the buffer partly if it is shorter. A
-header is therefore sent first, together with messages of up to `INLINE_BYTES`. Every receive has room for it. A longer
-message follows separately. It is sent under another Gloo tag, a hash of its tag, length and dtype, so it never matches
-a shorter receive. Its receive is started together with that of the header, unless the source is unknown until the
-header arrives.
+Gloo ends the process if a message is longer than its receive, and fills the buffer partly if it is shorter. A header is
+therefore sent first, together with messages of up to `INLINE_BYTES`. Every receive has room for both. A longer message
+follows separately, under another Gloo tag: a hash of the message's tag, length and dtype. It therefore never matches a
+shorter receive. The receive of a longer message is started together with that of the header, unless the source is
+unknown until the header arrives.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Creation of groups with the backend of a device. `cpu` selects how the ranks of a CPU group connect.
 
-A `ConnectingGroup` exists before any blocking call, so that another thread can abort the creation of a group, and later
-the group.
+A `ConnectingGroup` exists before any blocking call, so that another thread can abort the creation of the group and,
+later, the group itself.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The backward pass allocates every gradient, and the gradient is freed as soon as it was copied into its bucket. By
 default, glibc returns large blocks to the system when they are freed, and in the next step the kernel allocates and
-zeroes every page again. With the two thresholds set here, glibc keeps them. Many small gradients at the end of the heap
-are returned in the same way: in a step of a transformer with 0.85 M parameters, 1,500 page faults took 5 % of the CPU
-time. Nothing is done if the user has set thresholds or uses another allocator, or if the C library has no such
+zeroes every page again. With the two thresholds set here, glibc keeps these blocks. Many small gradients at the end of
+the heap are returned in the same way: in a step of a transformer with 0.85 M parameters, 1,500 page faults took 5 % of
+the CPU time. Nothing is done if the user has set thresholds or uses another allocator, or if the C library has no such
 settings.
 """
 

@@ -1,8 +1,8 @@
 """Record of the first step whose reduced gradients were infinite or NaN, with a digest of the parameters in that step.
 
-The optimizer step with these gradients corrupts all replicas in the same way. Before it, the parameters of a rank with
-faulty memory still differ from those of all other ranks, which identifies that rank. If the cause is a batch or a
-diverging model, the parameters are equal everywhere and no worker is blamed.
+The optimizer step with these gradients corrupts all replicas in the same way. Before that step, the parameters of a
+rank with faulty memory still differ from those of all other ranks, which identifies the rank. If the cause is a batch
+or a diverging model, the parameters are equal everywhere and no worker is blamed.
 
 The observations of a rank belong to its state: they survive a change of the world, and restoring a commit discards
 later ones.

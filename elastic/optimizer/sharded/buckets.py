@@ -1,9 +1,9 @@
 """Flat buffers in which the gradients of a rank's shards are summed along the reduction tree and sent.
 
 If other gradients of this rank will be added to a gradient, that gradient stays where the backward pass wrote it. The
-others are added to it along the tree (`elastic.exact.tree`) while they are still in the caches, without copies. Each
-completed partial sum of this rank is written into its own flat buffer. The buffers are in ascending order of the
-partials. The first buffer receives the result, and ``parameter.grad`` is a view of it.
+other gradients are added to that gradient along the tree (`elastic.exact.tree`) without copies, while they are still in
+the caches. Each completed partial sum of this rank is written into its own flat buffer. The buffers are in ascending
+order of the partials. The first buffer receives the result, and ``parameter.grad`` is a view of it.
 
 With compression, all buffers have the smaller dtype: each shard's gradient is rounded to it before the summation, and
 so is each sum. The result is then copied into a buffer of the gradients' own dtype.

@@ -1,7 +1,7 @@
 """Copying of a shard from a GPU to pinned host memory while training continues.
 
-If the GPU has no room for a second copy, the tensors are read while the next forward and backward pass run. On its
-stream, the next step of an optimizer waits until they have been read (`ordered`). Other writes cannot be prevented, but
+If the GPU has no room for a second copy, the tensors are read while the next forward and backward pass run. The next
+optimizer step waits, on its stream, until the tensors have been read (`order`). Other writes cannot be prevented, but
 are detected by comparing checksums of the commit and of that step, and the commit is then discarded.
 """
 
