@@ -83,7 +83,7 @@ class CheckpointWriter:
     Args:
         storage: folder of checkpoints.
         options: checkpoint options of the job.
-        send: sends a message to the driver.
+        send: function that sends a message to the driver.
         alone: whether this is a world of one rank without a driver.
     """
 

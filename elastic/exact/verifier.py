@@ -71,8 +71,8 @@ class Verifier:
     Args:
         share: share of the shards that are computed twice.
         seed: seed of the shards.
-        listeners: returns the listeners of the shards, in their order.
-        arithmetic: returns a digest of this process's arithmetic.
+        listeners: function that returns the listeners of the shards, in their order.
+        arithmetic: function that returns a digest of this process's arithmetic.
     """
 
     def __init__(

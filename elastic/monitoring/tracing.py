@@ -61,8 +61,8 @@ class TracingThroughDriver:
     """Destination that sends records to the driver.
 
     Args:
-        send: sends a message; must not raise.
-        poke: wakes the link thread, which calls ``due``.
+        send: function that sends a message; must not raise.
+        poke: function that wakes the link thread, which calls ``due``.
     """
 
     def __init__(self, env: Environment, send: Send, poke: Callable[[], None]) -> None:

@@ -39,7 +39,7 @@ class ServedSession(Session):
 
         Args:
             reason: reason to state in the errors of collectives.
-            needed: returns whether to abandon the world. Called under the lock.
+            needed: function that returns whether to abandon the world. Called under the lock.
         """
 
         def decide(recovery: Recovery) -> list[Action]:

@@ -34,7 +34,7 @@ def install(place: Callable[[], Place | None]) -> None:
     """Make samplers created from now on follow the world. Idempotent.
 
     Args:
-        place: returns this worker's current place, or None.
+        place: function that returns this worker's current place, or None.
     """
     global _place
     _place = place

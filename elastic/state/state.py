@@ -308,7 +308,7 @@ class State:
             group: CPU group of the ranks that take part.
             root: rank in the group that sends.
             expected_equal: whether the receivers hold the same commit. If so, a warning names parameters that differ.
-            group_on: creates a group of the same ranks on a GPU.
+            group_on: function that creates a group of the same ranks on a GPU.
             keeps: whether to skip tensors that all receivers already hold.
 
         Returns:

@@ -314,7 +314,7 @@ class GlooCollectives:
             payload: tensor that is sent with the header.
             own: this rank's entry in the payloads passed to ``put``; by default ``payload``.
             put: called with every rank's payload.
-            compare: returns whether the payloads show that all ranks made the same call.
+            compare: function that returns whether the payloads show that all ranks made the same call.
             second: the method of Gloo's group for a second exchange, and its arguments.
             then: called at the end, to put the result in place.
         """
