@@ -28,7 +28,7 @@ class StateItem:
         part: part of the state to which the tensor belongs.
         key: name of the tensor within that part.
         tensor: the tensor. For a sharded tensor, the whole tensor on the meta device.
-        paths: all its paths in the state dict. Tied parameters have several.
+        paths: all paths of the tensor in the state dict. Tied parameters have several.
         by_rank0: whether rank 0 writes the tensor.
         rows: this rank's rows of a sharded tensor, or None.
     """

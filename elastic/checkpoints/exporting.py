@@ -35,7 +35,7 @@ class SkippedValue(NamedTuple):
     """Value that was not exported, or was exported only partly.
 
     Args:
-        but_tensors: whether the tensors of the value were exported, but not its other contents.
+        but_tensors: whether only the tensors of the value were exported, without its other contents.
     """
 
     name: str

@@ -100,8 +100,8 @@ def decode(text: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:
 
     Args:
         text: the result of ``json.loads``.
-        other: converts back the objects that the function ``other`` of `encode` created. Called with the type and the
-            content of each.
+        other: function that converts back the objects that the function ``other`` of `encode` created. Called with the
+            type and the content of each.
 
     Raises:
         CorruptedData: the input was not produced by `encode`.

@@ -103,7 +103,7 @@ class Job:
 
         Args:
             worker: rank, or ``"host:slot"``.
-            all_threads: also return the stacks of the other Python threads, each with a header.
+            all_threads: whether to also return the stacks of the other Python threads, each with a header.
         """
         from elastic.driver.job.operator_api.messages import AskStacks
 

@@ -718,8 +718,8 @@ class World(Message):
     has committed, ``holders`` is 0 and ``commit`` is None, and rank 0 is the source of the state.
 
     Args:
-        run: ID under which all workers write this world's checkpoints, or 0 without checkpoints. It changes when a
-            driver takes over after a failover.
+        run: ID under which all workers write this world's checkpoints, or 0 without checkpoints. The ID changes when
+            another driver takes over in a failover.
         checkpoint: whether to make the initial commit durable before training starts.
     """
 

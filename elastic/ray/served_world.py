@@ -29,7 +29,7 @@ class ServedSession(Session):
     """Session whose world can be abandoned without ending the job.
 
     Args:
-        given_up: reason why collectives fail until the next world. Empty if they are possible.
+        given_up: reason why collectives fail until the next world. Empty if collectives are possible.
     """
 
     given_up = ""

@@ -45,7 +45,7 @@ class TensorFlowState(HandledState):
     Args:
         variables: existing variables, in the same order on every worker. Default with a session: all global variables.
         session: session of TensorFlow 1, in which the variables are initialized; the default session if None.
-        rng: also commit and restore this worker's random generators (torch, numpy, random).
+        rng: whether to commit and restore this worker's random generators (torch, numpy, random).
         **kwargs: values of the state, available as attributes.
 
     Raises:

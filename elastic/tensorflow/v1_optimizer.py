@@ -91,7 +91,7 @@ def distribute(
     Args:
         passes, average: see `GradientAggregation`.
 
-    Raises Invalid if already wrapped.
+    Raises Invalid if the optimizer is already wrapped.
     """
     if isinstance(optimizer, DistributedV1):
         raise Invalid(

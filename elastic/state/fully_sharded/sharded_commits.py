@@ -166,7 +166,7 @@ class WorldInventory:
     """Shards, hosts and memory that the ranks of a world have reported, by rank.
 
     Args:
-        arenas and lasting: see `Choice`.
+        arenas, lasting: see `Choice`.
     """
 
     inventories: Sequence[Inventory]
@@ -864,8 +864,8 @@ class _Mirroring:
 
     Args:
         bank: snapshot buffer to which the shard is being copied.
-        mirror: called with whether this rank's copy is valid; returns whether all ranks' copies are, the transfers, and
-            the number of bytes sent.
+        mirror: called with whether this rank's copy is valid; returns whether all ranks' copies are valid, the
+            transfers, and the number of bytes sent.
     """
 
     def __init__(
