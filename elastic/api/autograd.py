@@ -159,7 +159,7 @@ def _average(
     """Average gradients over the ranks. Complex gradients are averaged as pairs of real numbers.
 
     Args:
-        how: name of the collective, and the ranks that take part (None: all ranks).
+        how: pair of the name of the collective (or None) and the ranks that take part (None: all ranks).
         gradients: tensors of any shapes and of a floating-point or complex dtype.
 
     Returns:
