@@ -49,7 +49,7 @@ LOOK_S = 0.05
 Spawn = Callable[
     [Sequence[str], Mapping[str, str], "str | None", Sequence[int]], "subprocess.Popen[bytes]"
 ]
-# the interpreter, whether its output is unbuffered, and the arguments from the script or -m on
+# the interpreter, whether its output is unbuffered, and the arguments starting with the script or -m
 Plain = tuple[str, bool, list[str]]
 
 

@@ -91,7 +91,7 @@ class Flat:
     outer: Any = None
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """Return the value with other leaves. Flax modules are updated in place."""
+        """Return the value with its leaves replaced. Flax modules are updated in place."""
         tree = jax.tree.unflatten(self.structure, leaves)
         if not self.modules:
             return tree

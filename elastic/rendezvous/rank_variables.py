@@ -19,7 +19,7 @@ _SIZE = ("WORLD_SIZE", "ROLE_WORLD_SIZE", "HOROVOD_SIZE")
 
 
 class VariableRead(NamedTuple):
-    """Line of a script that reads a variable with a worker's place in the world."""
+    """Line of a script that reads an environment variable with a rank or a world size."""
 
     file: str
     line: int

@@ -328,8 +328,7 @@ class DetectionFlags:
     gpu_hang_timeout: float | None = flag(
         "--gpu-hang-timeout",
         "S",
-        f"Kill a worker whose GPU is S seconds late for a collective; 0: never (default: {Settings.gpu_hang_s:g})."
-        " If all GPUs hang, form a new world after 3 * S seconds.",
+        f"Kill a worker whose GPU starts a collective S seconds late; 0: never (default: {Settings.gpu_hang_s:g}).",
         number,
     )
     health_check: str | None = flag(

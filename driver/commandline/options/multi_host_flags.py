@@ -50,7 +50,7 @@ class EtcdFlags:
     etcd: str | None = flag(
         "--etcd",
         "HOST:PORT,...",
-        "etcd endpoints of the job. A driver without -H uses the hosts with a registered agent.",
+        "etcd endpoints. Without -H, hosts are those with a registered agent.",
     )
     etcd_user: str | None = flag(
         "--etcd-user",

@@ -394,7 +394,7 @@ class GlooCollectives:
         return True
 
     def awaited(self, work: GlooWork) -> Any:
-        """Return Gloo's work that must end before this work can continue, or None if this work is complete.
+        """Return the Gloo work that must complete before ``work`` can continue, or None if ``work`` is complete.
 
         Raises:
             CollectiveFailed: the group has failed.

@@ -337,7 +337,7 @@ def _nothing() -> None:
 
 
 def _packs(specs: dict[Key, TensorSpec]) -> Iterator[list[Key]]:
-    """Yield the tensors of each broadcast. They depend only on the specs, so all ranks yield the same."""
+    """Yield the keys of the tensors of each broadcast. The grouping depends only on the specs, so ranks agree on it."""
     pack: list[Key] = []
     filled = 0
     for key, spec in specs.items():
