@@ -50,7 +50,7 @@ def _shared(machine: Membership, entries: Sequence[Entry], start: Snapshot, path
     shared = None
     for number, entry in enumerate([None, *entries]):
         if entry is not None:
-            machine.handle(entry.event, now=entry.at)
+            machine.handle(entry.event, now=entry.at, more=entry.more)
         if snapshot.take_snapshot(machine) == wanted:
             shared = number
     if shared is None:

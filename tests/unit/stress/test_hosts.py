@@ -10,6 +10,7 @@ import tempfile
 import msgspec
 import pytest
 
+from elastic.chaos.simulator.simulated_faults import FaultConditions
 from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import (
     DriverRestarted,
@@ -283,8 +284,10 @@ def test_exited_worker_is_not_awaited(event):
 class Drivers:
     """A simulated job whose journal two drivers have written; the second continues from entry ``at``."""
 
-    def __init__(self, folder, at: int = 60) -> None:
-        self.sim = Simulation(2, workers=6, steps=60, faults=14, mild=True)
+    def __init__(self, folder, at: int = 60, *, busy_s: float = 0.0) -> None:
+        weather = FaultConditions.drawn(2, mild=True)
+        weather.busy_s = busy_s
+        self.sim = Simulation(2, workers=6, steps=60, faults=14, mild=True, weather=weather)
         self.sim.run()
         self.at = at
         self.paths = [folder / "journal.1", folder / "journal.2"]
@@ -295,20 +298,20 @@ class Drivers:
         """Write ``more`` entries that the second driver does not know."""
         copy = FileJournal.begin(self.paths[0], self.sim.settings)
         for entry in self.entries[: self.at + more]:
-            copy.record(entry.at, entry.event, entry.actions)
+            copy.record(entry.at, entry.event, entry.actions, more=entry.more)
         copy.close()
 
     def second(self) -> None:
         membership = Membership(self.sim.settings)
         for entry in self.entries[: self.at]:
-            membership.handle(entry.event, entry.at)
+            membership.handle(entry.event, entry.at, more=entry.more)
         header = header_of(self.sim.settings, writer=Writer(term=2, address="h2:1"))
 
         async def write() -> None:
             archive = FileArchive(self.paths[1])
             copy = await copied_to(archive, header, take_snapshot(membership), 1.0, failed=print)
             for entry in self.entries[self.at :]:
-                copy.record(entry.at, entry.event, entry.actions)
+                copy.record(entry.at, entry.event, entry.actions, more=entry.more)
             copy.close()
 
         asyncio.run(write())
@@ -327,6 +330,17 @@ def test_journals_of_two_drivers_join_without_unexecuted_entries(tmp_path, more)
     assert drivers.join() == drivers.entries
     ((_, writer),) = recording(drivers.joined).takeovers
     assert (writer.term, writer.address) == (2, "h2:1")
+    assert len(replay(drivers.joined)) == len(drivers.entries)
+
+
+@pytest.mark.parametrize("at", [50, 55])
+def test_journals_of_two_drivers_join_if_events_were_queued(tmp_path, at):
+    """At 50, the first driver ends between two events that were queued together."""
+    drivers = Drivers(tmp_path, at, busy_s=0.05)
+    assert drivers.entries[49].more
+    drivers.first(more=0)
+    drivers.second()
+    assert drivers.join() == drivers.entries
     assert len(replay(drivers.joined)) == len(drivers.entries)
 
 
