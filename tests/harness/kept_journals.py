@@ -50,7 +50,7 @@ def lines_of(journal: Path) -> tuple[bytes, list[Line]]:
 def without_actions(lines: Sequence[Line]) -> list[Line]:
     """Convert it as etcd and Ray store a journal: digests instead of actions."""
     return [
-        Entry(line.at, line.event, digest=digest_of(line.actions))
+        Entry(line.at, line.event, digest=digest_of(line.actions), more=line.more)
         if isinstance(line, Entry) and not line.error
         else line
         for line in lines

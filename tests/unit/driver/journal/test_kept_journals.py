@@ -8,10 +8,13 @@ import msgspec
 import pytest
 
 from elastic.chaos.invariants.invariants import check_journal
+from elastic.chaos.simulator.simulated_faults import FaultConditions
+from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import Action, Event, Report
 from elastic.driver.journal.entries import Entry, Line, decoded_header
 from elastic.driver.journal.journal import ReplayDiffers, read, replay
 from elastic.driver.journal.resume import past_of
+from elastic.driver.monitoring.explain.journal_file import JournalEntries
 from harness.kept_journals import (
     KEPT,
     as_bytes,
@@ -51,6 +54,21 @@ def test_successor_resumes_from_digests_of_the_actions(kept, tmp_path):
     header, lines = lines_of(unpacked(kept, tmp_path))
     archived = without_actions(lines)
     assert goes_on(header, archived) == sum(isinstance(line, Entry) for line in archived)
+
+
+def test_digests_of_a_driver_that_handled_queued_events_lead_to_the_same_actions(tmp_path):
+    weather = FaultConditions.drawn(2, mild=True)
+    weather.busy_s = 0.05
+    simulation = Simulation(2, workers=6, steps=60, faults=14, mild=True, weather=weather)
+    simulation.run()
+    entries = simulation.driver.entries
+    assert sum(entry.more for entry in entries) > 10
+    simulation.write_journal(tmp_path / "journal")
+    header, lines = lines_of(tmp_path / "journal")
+    archived = without_actions(lines)
+    assert goes_on(header, archived) == len(entries)
+    with JournalEntries(written(tmp_path / "archived", header, archived)) as found:
+        assert [entry.actions for entry in found] == [entry.actions for entry in entries]
 
 
 @each_journal
