@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from elastic.chaos.simulator.simulated_faults import FaultConditions
 from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import Action, DriverRestarted, EndJob, Event, StopRequested, TimePassed
+from elastic.driver.journal.copy import JournalCopy
 from elastic.driver.journal.entries import Entry, Writer, header_of
-from elastic.driver.journal.journal import Journal, SnapshotPolicy
+from elastic.driver.journal.file import FileJournal
+from elastic.driver.journal.journal import Journal, SnapshotPolicy, read, replay
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import take_snapshot
@@ -83,8 +86,8 @@ class Drive:
         )
 
     def record(self, entry: Entry) -> None:
-        actions = self.membership.handle(entry.event, entry.at)
-        self.journal.record(entry.at, entry.event, actions)
+        actions = self.membership.handle(entry.event, entry.at, more=entry.more)
+        self.journal.record(entry.at, entry.event, actions, more=entry.more)
 
     async def tell(self, entries: Sequence[Entry]) -> None:
         """Record the entries in batches, as the event loop does."""
@@ -129,6 +132,29 @@ async def test_successor_knows_everything_that_was_settled(place, settings, entr
     assert (past.settings, past.term, past.address) == (settings, 1, "10.0.0.1:4000")
     assert (past.last_at, past.replayed, past.ended) == (entries[99].at, 100, None)
     assert past.header.outlives
+
+
+async def test_successor_resumes_between_queued_events(place, tmp_path):
+    """The local copy of the journal also contains which events were queued."""
+    weather = FaultConditions.drawn(2, mild=True)
+    weather.busy_s = 0.05
+    sim = Simulation(2, workers=6, steps=60, faults=14, mild=True, weather=weather)
+    sim.run()
+    entries = sim.driver.entries
+    last = max(n for n, each in enumerate(entries[:100]) if each.more)
+    first = Drive(place, sim.settings)
+    await first.begin()
+    copy = FileJournal.begin(tmp_path / "copy", sim.settings)
+    stored, first.journal = first.journal, JournalCopy(first.journal, copy)
+    await first.tell(entries[: last + 1])
+    copy.close()
+    first.journal = stored
+    known = first.kill()
+    second = Drive(place, sim.settings)
+    past = await second.go_on()
+    assert (take_snapshot(second.membership), past.replayed) == (known, last + 1)
+    assert read(tmp_path / "copy")[1] == entries[: last + 1]
+    assert len(replay(tmp_path / "copy")) == last + 1
 
 
 @conversation
