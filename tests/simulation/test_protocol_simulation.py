@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elastic.chaos.invariants.invariants import check_journal
 from elastic.chaos.simulator.simulated_faults import (
     DAMAGED,
     EVERY,
@@ -114,6 +115,7 @@ def test_busy_driver_handles_events_together(first, tmp_path):
     assert together > 100
     simulation.write_journal(tmp_path / "journal")
     replay(tmp_path / "journal")
+    check_journal(tmp_path / "journal")
 
 
 @pytest.mark.parametrize("seed", some(range(3), 1))
