@@ -246,7 +246,7 @@ def test_longest_gaps_overlap_the_measurement_or_the_quiet_time_after_it():
     busy = measurements(entries)
     assert busy == [(2.0, 2.1), (2.1, 2.2), (6.0, 6.2)]
     [(begin, end)] = quiet_windows(busy)
-    assert (begin, end) == (pytest.approx(2.4), 6.0)
+    assert begin == pytest.approx(2.4) and end == 6.0
     commits = [1.9, 1.95, 2.15, 2.2, 4.0, 4.1, 4.2, 5.9, 6.1, 6.4]
     worker = WorkerNotes("a", [Note(at, COMMITTED, n, 3) for n, at in enumerate(commits)])
     gaps = longest_gaps([worker], [(2.0, 2.1), (4.05, 4.15), (6.0, 6.2)])
