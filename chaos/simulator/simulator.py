@@ -246,7 +246,7 @@ class Simulation:
         """Write the journal in the format of a real driver."""
         journal = FileJournal.begin(path, self.settings)
         for entry in self.driver.entries:
-            journal.record(entry.at, entry.event, entry.actions, error=entry.error, more=entry.more)
+            journal.append(entry)
         journal.close()
 
     # ---- environment -----------------------------------------------------------------------------------------------

@@ -5,10 +5,9 @@ The copy begins with the entries of this driver. The next driver resumes from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from elastic.driver.events import Action, Event
-from elastic.driver.journal.entries import Header
+from elastic.driver.journal.entries import Entry, Header
 from elastic.driver.journal.file import FileArchive, FileJournal
 from elastic.driver.journal.journal import RING, Journal, SnapshotPolicy
 from elastic.driver.reasons import Reason
@@ -49,17 +48,9 @@ class JournalCopy(Journal):
         self._first = first
         self._copy = copy
 
-    def record(
-        self,
-        at: float,
-        event: Event,
-        actions: Sequence[Action] = (),
-        *,
-        error: str = "",
-        more: bool = False,
-    ) -> None:
-        self._first.record(at, event, actions, error=error, more=more)
-        self._copy.record(at, event, actions, error=error, more=more)
+    def append(self, entry: Entry) -> None:
+        self._first.append(entry)
+        self._copy.append(entry)
 
     def trouble(self, at: float, reason: Reason) -> None:
         self._copy.trouble(at, reason)

@@ -118,11 +118,14 @@ class Journal:
             error: the exception that was raised while the event was handled, if any.
             more: see `Membership.handle`.
         """
-        entry = Entry(at, event, list(actions), error, more=more)
+        self.append(Entry(at, event, list(actions), error, more=more))
+
+    def append(self, entry: Entry) -> None:
+        """Record an entry. See `record`."""
         self._ring.append(entry)
         self._bytes += self._keep(entry)
         self._entries += 1
-        if error:
+        if entry.error:
             # Take no more snapshots, because the state may be inconsistent after an exception.
             self.take = None
         elif self._due(FORCED):

@@ -298,7 +298,7 @@ class Drivers:
         """Write ``more`` entries that the second driver does not know."""
         copy = FileJournal.begin(self.paths[0], self.sim.settings)
         for entry in self.entries[: self.at + more]:
-            copy.record(entry.at, entry.event, entry.actions, more=entry.more)
+            copy.append(entry)
         copy.close()
 
     def second(self) -> None:
@@ -311,7 +311,7 @@ class Drivers:
             archive = FileArchive(self.paths[1])
             copy = await copied_to(archive, header, take_snapshot(membership), 1.0, failed=print)
             for entry in self.entries[self.at :]:
-                copy.record(entry.at, entry.event, entry.actions, more=entry.more)
+                copy.append(entry)
             copy.close()
 
         asyncio.run(write())
