@@ -85,9 +85,8 @@ def main(options: argparse.Namespace) -> int:
         )
         try:
             outcome = simulation.run()
-            survives = (
-                options.mild and outcome.reason.kind is not ReasonKind.SHARDS_LOST
-            )  # A failed job is not a violation.
+            # A failed job is not a violation.
+            survives = options.mild and outcome.reason.kind is not ReasonKind.SHARDS_LOST
             wrong = f"the job failed: {outcome.reason}" if survives and outcome.code else ""
             if not wrong:
                 outcomes["ended with success" if outcome.code == 0 else "ended with a reason"] += 1

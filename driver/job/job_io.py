@@ -80,9 +80,8 @@ class JobIO:
     line: Callable[[str], None] | None = (
         None  # function that shows the status line at the bottom of a terminal
     )
-    raised: dict[Worker, str] = field(
-        default_factory=dict
-    )  # text of the exception that each worker has reported
+    # text of the exception that each worker has reported
+    raised: dict[Worker, str] = field(default_factory=dict)
     # lock to hold while the view is modified
     changing: threading.Lock = field(default_factory=threading.Lock)
     # seconds to add to the journal's clock for the view's clock; None before the first event

@@ -18,9 +18,8 @@ class Provider(Protocol):
     outlived: bool  # whether the job can outlive its driver and be resumed by another one
     fresh: bool  # whether to start a new job, because this is the job's first driver
     secret: bytes  # secret of the job
-    lost: (
-        asyncio.Event | None
-    )  # event that is set when another driver leads the job; None without driver failover
+    # event that is set when another driver leads the job; None without driver failover
+    lost: asyncio.Event | None
 
     @property
     def towards(self) -> Sequence[str]:

@@ -21,9 +21,8 @@ LINE_LIMIT = 1024 * 1024  # maximum size of an exception as JSON, in bytes
 KNOWN_LIMIT = 256
 NAMED = 16  # maximum number of rank ranges listed in a log line
 
-Raiser = tuple[
-    str, Worker
-]  # the rank, or ``host:slot``, when the exception was received, and the worker
+# the rank, or ``host:slot``, when the exception was received, and the worker
+Raiser = tuple[str, Worker]
 
 
 class DiagnosticLines:

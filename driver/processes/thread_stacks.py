@@ -22,10 +22,8 @@ LOOK_S = 0.001  # interval between two checks of whether a thread has finished, 
 UNINTERRUPTIBLE = "D"
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_TGKILL = {
-    "x86_64": 234,
-    "aarch64": 131,
-}  # numbers of the system call tgkill, for which glibc has no function before 2.30
+# numbers of the system call tgkill, for which glibc has no function before 2.30
+_TGKILL = {"x86_64": 234, "aarch64": 131}
 
 
 def in_order(

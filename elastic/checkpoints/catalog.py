@@ -28,9 +28,8 @@ class IncompleteCommit(UnreadableCommit):
 
 
 CLAIMS_READ = 8  # maximum number of claims (the newest) that are read to find running jobs
-CLAIM = re.compile(
-    r"run-(\d{4,9})"
-)  # name of the file that identifies the process that claimed this run number
+# name of the file that identifies the process that claimed this run number
+CLAIM = re.compile(r"run-(\d{4,9})")
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,8 @@ from elastic.sharding.rows import owners, rows_of
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
-NUMBERS = (
-    "step",
-    "eta",
-    "mu",
-    "mu_product",
-)  # state entries that belong to a whole parameter rather than to its elements
+# state entries that belong to a whole parameter rather than to its elements
+NUMBERS = ("step", "eta", "mu", "mu_product")
 GATHERED_BYTES = 4 << 20  # maximum number of bytes that a rank contributes to one gather
 
 

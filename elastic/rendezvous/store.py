@@ -415,9 +415,8 @@ class _Server:
         error: str = "",
     ) -> None:
         reply = _Reply(self._generation, request.key, blobs, error)
-        body = msgspec.msgpack.encode(
-            reply
-        )  # encoded once for all callers, because it is large with many ranks
+        # encoded once for all callers, because it is large with many ranks
+        body = msgspec.msgpack.encode(reply)
         for caller in callers:
             self.rpc.send(caller, body)  # the rank closes the connection after reading the reply
 

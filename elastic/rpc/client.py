@@ -51,9 +51,8 @@ class ControlClient:
         self.socket = sock
         self._tls: TlsEndpoint | None = None
         if tls is not None:
-            from elastic.protocol.tls import (
-                TlsEndpoint,
-            )  # imported only when needed, because most jobs do not use TLS
+            # imported only when needed, because most jobs do not use TLS
+            from elastic.protocol.tls import TlsEndpoint
 
             self._tls = TlsEndpoint(tls, server=False)
         self._wire = FramedConnection(decoder)

@@ -162,9 +162,8 @@ class SealedServer:
             waits = caller in self._unsent
             self._unsent.setdefault(caller, _Unsent()).add(head, body, tag)
             if waits or self._send_queued(caller):
-                with contextlib.suppress(
-                    OSError
-                ):  # if the pipe is full, the thread will wake up anyway
+                # if the pipe is full, the thread will wake up anyway
+                with contextlib.suppress(OSError):
                     self._waker.send(b"!")
 
     def beat(self) -> None:

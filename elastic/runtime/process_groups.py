@@ -433,9 +433,8 @@ class Groups:
             if engine is not None:
                 engine.close()
             while unmade:
-                unmade.pop().close(
-                    0.0
-                )  # do not wait: their threads may take as long as NCCL's connection timeout
+                # do not wait: their threads may take as long as NCCL's connection timeout
+                unmade.pop().close(0.0)
             while groups:
                 group = groups.pop()
                 group.abort()

@@ -36,9 +36,8 @@ class Kind(enum.Enum):
 class CommitCall(enum.Enum):
     """Place of a commit() call in a script, with its condition."""
 
-    EACH_STEP = (
-        enum.auto()
-    )  # in the loop that calls step(), without a condition that can change in the loop
+    # in the loop that calls step(), without a condition that can change in the loop
+    EACH_STEP = enum.auto()
     SOME_STEPS = enum.auto()  # elsewhere, or under a condition that may become true later
     SOME_RANKS = enum.auto()  # under a condition on the rank
 

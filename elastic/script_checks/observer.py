@@ -44,9 +44,8 @@ from elastic.state.handled_state import HandledState
 from elastic.state.handlers.data_parallel import as_written
 from elastic.state.state import ObjectState, State, has_custom_sync
 
-TAKES_STEPS = (
-    STEPS // 2
-)  # number of steps with batches from a loader after which it counts as the training loader
+# number of steps with batches from a loader after which it counts as the training loader
+TAKES_STEPS = STEPS // 2
 # attributes of a sampler that contain a rank or a size
 PLACES = ("rank", "num_replicas", "world_size")
 DEPTH = 3  # maximum number of nested wrappers around a member of the state

@@ -134,9 +134,8 @@ def abandon(model: nn.Module) -> None:
         for group in state._fsdp_param_groups:
             group._all_gather_result = None  # waiting for a failed collective would raise an error
             for param in group.fsdp_params:
-                if "unsharded_accumulated_grad" in vars(
-                    param
-                ):  # torch 2.15 and later keep the gradient here
+                # torch 2.15 and later keep the gradient here
+                if "unsharded_accumulated_grad" in vars(param):
                     param.unsharded_accumulated_grad = None
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None

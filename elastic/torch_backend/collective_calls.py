@@ -19,9 +19,8 @@ from elastic.torch_backend import reductions
 from elastic.torch_backend.reductions import Reduction
 
 _FUSED_BYTES = 1 << 20  # tensors whose total size in bytes is smaller are sent as one tensor
-_SMALL_BYTES = (
-    64 << 10
-)  # total bytes of all parts up to which each rank receives all parts, which takes fewer rounds
+# total bytes of all parts up to which each rank receives all parts, which takes fewer rounds
+_SMALL_BYTES = 64 << 10
 # Parts of at least this size are sent separately, since concatenating them would cost more than a collective.
 _LARGE_BYTES = 256 << 10
 

@@ -515,9 +515,8 @@ def complete(collective: Collective) -> bool:
     "seeds",
     [
         range(0, SEEDS, 16),
-        [
-            854
-        ],  # A comparison of an island fails on one member only, and a merge contains its change.
+        # A comparison of an island fails on one member only, and a merge contains its change.
+        [854],
         *(pytest.param(range(part, SEEDS, 4), marks=pytest.mark.nightly) for part in range(4)),
     ],
     ids=str,

@@ -25,9 +25,8 @@ class ScriptFailures:
     """
 
     began: int = 0
-    _of: dict[Slot, Reason] = field(
-        default_factory=dict
-    )  # for each slot, why the script failed in its last worker
+    # for each slot, why the script failed in its last worker
+    _of: dict[Slot, Reason] = field(default_factory=dict)
     # for each slot, the exit code of its last worker if that exit was unexplained
     _unexplained: dict[Slot, int] = field(default_factory=dict)
     # For each slot, the last rejected member and the digest of its layout.

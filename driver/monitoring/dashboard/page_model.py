@@ -489,9 +489,8 @@ class PageModel(ViewReader):
             since, rate = measured[0], round(measured[1], 3)
             speed = self.state.series["speed"]
             if speed and speed[-1][1] == 0.0 and since > speed[-1][0]:
-                self.state.add(
-                    "speed", [since, 0.0]
-                )  # The rate stayed 0 until the start of the measured interval.
+                # The rate stayed 0 until the start of the measured interval.
+                self.state.add("speed", [since, 0.0])
             self.state.set("rate", rate)
             self.state.add("speed", [self.now, rate])
 

@@ -122,9 +122,8 @@ class PageState:
         self.counts[name] += 1
         items = self._pending.add.setdefault(name, [])
         items.append(item)
-        if (
-            len(items) > 2 * TAILS[name]
-        ):  # Limits the memory if no patch is requested for a long time.
+        # Limits the memory if no patch is requested for a long time.
+        if len(items) > 2 * TAILS[name]:
             del items[: TAILS[name]]
 
     def since(self, name: str, after: int) -> tuple[int, list[Any]]:

@@ -549,9 +549,8 @@ class GlooCollectives:
         The error contains the first cause that this rank detected, and Gloo's message.
         """
         message = error if self._failed in (None, error) else f"{self._failed}: {error}"
-        late = (
-            "Timed out" in error and not self._aborted
-        )  # Only the text of Gloo's error distinguishes a timeout.
+        # Only the text of Gloo's error distinguishes a timeout.
+        late = "Timed out" in error and not self._aborted
         return CollectiveFailed(message, aborted=self._aborted, late=late)
 
     def mismatched(self, error: TensorMismatch) -> None:

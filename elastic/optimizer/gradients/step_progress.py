@@ -27,9 +27,8 @@ class StepPhase(enum.Enum):
     # Gradients are being computed, and full buckets of an agreed plan are launched.
     RECEIVING = enum.auto()
     COMPLETING = enum.auto()  # The last pass has ended, and all buckets have been launched.
-    LATE = (
-        enum.auto()
-    )  # Some rank did not recognize the last pass, so no collective is launched before finish().
+    # Some rank did not recognize the last pass, so no collective is launched before finish().
+    LATE = enum.auto()
     REDUCED = enum.auto()  # all gradients are reduced, and step() has not been called yet
 
 
@@ -38,9 +37,8 @@ class PlanState(enum.Enum):
 
     AGREED = enum.auto()  # The plan was compared in this generation, so buckets can be launched.
     UNCOMPARED = enum.auto()
-    CHANGED = (
-        enum.auto()
-    )  # This rank's parameters have changed, but the other ranks still use the previous plan.
+    # This rank's parameters have changed, but the other ranks still use the previous plan.
+    CHANGED = enum.auto()
 
 
 class PassEnd(enum.Enum):

@@ -447,9 +447,8 @@ class ShardReducer:
                 target.zero_()
             return group.allreduce(target, Op.SUM, divisor=divisor)
         if len(step.held) == 1:
-            return (
-                group.barrier()
-            )  # In a world of one rank, this is already the complete sum (see `_divisor_of_root`).
+            # In a world of one rank, this is already the complete sum (see `_divisor_of_root`).
+            return group.barrier()
         if self._in_memory and isinstance(group, SumsTrees):
             return group.reduce_tree(bucket.sent, elements, self._program, divisor)
         counts = [len(nodes) for nodes in step.partials]

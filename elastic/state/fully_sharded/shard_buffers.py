@@ -59,9 +59,8 @@ class ShardBuffers:
         # complete shards in snapshot buffers of other processes on this host, by shard, each with its header; several
         # for a replicated shard
         self.peers: dict[int, list[tuple[PeerArena, torch.Tensor]]] = {}
-        self._own = torch.empty(
-            0, dtype=torch.uint8, device="cpu"
-        )  # header and memory of this rank's shard
+        # header and memory of this rank's shard
+        self._own = torch.empty(0, dtype=torch.uint8, device="cpu")
         # the `_own` from which a checkpoint is being written, or None
         self._held_shard: torch.Tensor | None = None
         # copies of other shards as uint8 tensors, by shard

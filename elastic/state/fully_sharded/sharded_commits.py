@@ -668,9 +668,8 @@ class ShardedCommits:
         bank = self._banks[newest]
         held.release_shard = bank.hold()
         world = self._world
-        writes = (
-            world is None or world.senders[world.shard] == world.rank
-        )  # Only one of several replicas writes the shard.
+        # Only one of several replicas writes the shard.
+        writes = world is None or world.senders[world.shard] == world.rank
         for tensor, (name, (spec, rows)) in zip(
             bank.layout.tensors, bank.own_rows().items(), strict=True
         ):

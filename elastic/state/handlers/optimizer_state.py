@@ -237,9 +237,8 @@ class OptimizerStateHandler(Part):
                     and isinstance(value, torch.Tensor)
                     and present.shape == value.shape
                 ):
-                    present.copy_(
-                        value
-                    )  # Write in place, because a captured or compiled step reads this tensor.
+                    # Write in place, because a captured or compiled step reads this tensor.
+                    present.copy_(value)
                 else:
                     group[key] = value
 

@@ -34,10 +34,8 @@ class LentMemory:
         self._flags = _Flags()
         self._free = list(range(_FLAGS))
         self._lent: dict[int, torch.Tensor] = {}
-        for kept in (
-            self._flags,
-            self._lent,
-        ):  # leaked deliberately, because TensorFlow may use them after the interpreter has exited
+        # leaked deliberately, because TensorFlow may use them after the interpreter has exited
+        for kept in (self._flags, self._lent):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def lend(self, tensor: torch.Tensor) -> int | None:
