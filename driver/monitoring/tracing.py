@@ -181,7 +181,7 @@ class Tracing(ViewReader):
         self._send(worker, answer)
 
     def _unwanted(self, worker: Worker, request: int, number: int) -> None:
-        if number != self._number or not self._path:
+        if number != self._number or (not self._path and self._ending is None):
             self._send(worker, messages.TimelineAnswer(request, self._number))
             return
         if self._ending is None:

@@ -133,6 +133,21 @@ async def test_second_timeline_waits_for_the_first_and_ignores_a_late_stop(t):
 
 
 @talk
+async def test_stop_is_answered_when_the_file_is_complete_although_all_records_have_arrived(t):
+    t.hello(A, B)
+    t.hear(A, messages.TimelineWanted(1, str(t.path), False))
+    t.hear(A, messages.TimelineUnwanted(2, 1))
+    t.trace(A, "last")
+    t.hear(A, messages.TracedAll(1))
+    t.hear(B, messages.TracedAll(1))  # the file is being written from now on
+    t.hear(B, messages.TimelineUnwanted(1, 1))
+    answer = (B, messages.TimelineAnswer(1, 1))
+    assert answer not in t.told
+    await t.until_told(*answer)
+    assert t.names() == ["last"]
+
+
+@talk
 async def test_exited_worker_is_not_awaited(t):
     t.hello(A, B)
     t.tracing.open(str(t.path))
