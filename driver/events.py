@@ -635,7 +635,10 @@ class PublishWorld(Action, omit_defaults=True):
 
 
 class TellWorld(Action, omit_defaults=True):
-    """Send the current world to one member again, because the first message may have been lost with a connection."""
+    """Send the current world to one member again, because the first message may have been lost with a connection.
+
+    ``copies`` is that of `protocol.messages.World`.
+    """
 
     generation: int
     member: Member
@@ -644,6 +647,7 @@ class TellWorld(Action, omit_defaults=True):
     commit: Commit | None
     reason: Reason
     checkpoint: bool = False
+    copies: list[list[int]] = []
 
 
 class WelcomeWorker(Action):

@@ -47,7 +47,7 @@ from elastic.monitoring import step_count, timeline
 from elastic.negotiation import process_sets
 from elastic.optimizer.gradients import gradient_layout
 from elastic.protocol.calls import distinct
-from elastic.protocol.messages import COPY, World
+from elastic.protocol.messages import COPY, STATE, World
 from elastic.protocol.uncaught.sending import LostDriver, send_report
 from elastic.rendezvous import following_samplers
 from elastic.runtime import host_updates, lifecycle
@@ -298,7 +298,7 @@ def _same_layout(rt: WorkerRuntime, layouts: Sequence[str]) -> None:
     for other, theirs in enumerate(layouts):
         if theirs != ours:
             error = StateMismatch(state_transfer.difference(theirs, ours, f"rank {other}"))
-            agreement.raise_together(rt.group("state", torch.device("cpu")), error)
+            agreement.raise_together(rt.group(STATE, torch.device("cpu")), error)
 
 
 def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:
@@ -343,8 +343,9 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     following_group.follow(rt, first=first and not joined)
     rt.kept_variables.follow(rt.place, first=first)
     following_samplers.follow()
-    for news in process_sets.bring(rt, _lacking(world)):
+    for news in process_sets.bring(rt, world.copying):
         print(f"elastic: {news}", file=sys.stderr)
+    following_group.settle(rt)
     reset = state.reset if first else state.on_reset
     if state.is_sharded():
         with timeline.during("state", COPY):
@@ -360,7 +361,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     if world.holders == 0:
         durable.resume(rt, state)
     copied = _bring(rt, state, world)
-    lacking = _lacking(world)
+    lacking = world.lacking
     if not first and lacking and world.place.rank not in lacking and state.calls_back():
         state.save()  # From now on, the state that was sent is the newest commit of all ranks.
     preallocated_memory.leave()
@@ -380,26 +381,20 @@ def _bring(rt: WorkerRuntime, state: State, world: World) -> int:
 
 
 def _copy_state(rt: WorkerRuntime, state: State, world: World) -> int:
-    """Copy the state from rank 0 to the ranks that lack the newest commit. Other ranks return immediately.
+    """Copy the state to the ranks that lack the newest commit. Ranks that neither send nor receive return immediately.
 
     Returns the number of bytes copied.
     """
-    rank, lacking = world.place.rank, _lacking(world)
+    ranks = world.copying
     if world.holders == 0:
         state.save()  # A first world starts from rank 0's current state, which becomes the commit.
-    if rank != 0 and rank not in lacking:
+    if not ranks:
         return 0
-    if not lacking:
-        return 0
-    group_on = functools.partial(rt.group, "state", ranks=(0, *lacking))
+    group_on = functools.partial(rt.group, STATE, ranks=ranks)
     group = group_on(torch.device("cpu"))
     with rt.guard(COPY), timeline.during("state", COPY):
         copied = state.transfer(group, root=0, group_on=group_on, keeps=world.holders > 0)
-    if rank != 0:
+    if world.place.rank != ranks[0]:
         state.save()
         state.reset()  # Make samplers divide the remaining samples among the ranks of this world.
     return copied
-
-
-def _lacking(world: World) -> range:
-    return range(max(1, world.holders), world.place.size)

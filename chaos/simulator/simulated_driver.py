@@ -32,6 +32,7 @@ from elastic.driver.job.decisions import JobDecisions
 from elastic.driver.journal.entries import Entry
 from elastic.driver.journal.journal import rebuilt
 from elastic.driver.membership.membership import Membership, may_defer
+from elastic.driver.membership.scheduling.rank_order import copy_groups
 from elastic.driver.membership.worker_messages import event_of
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Worker
@@ -195,14 +196,21 @@ class SimulatedDriver:
             case events.BreakWorld(generation, members, reason):
                 self._send(members, messages.Broken(generation, str(reason)))
             case events.PublishWorld(generation, members, store, holders, commit, reason):
+                copies = copy_groups([each.worker for each in members], holders)
                 for member in members:
                     world = messages.World(
-                        generation, member.place, store, holders, commit, str(reason)
+                        generation, member.place, store, holders, commit, str(reason), copies=copies
                     )
                     self._send([member.worker], world)
             case events.TellWorld(generation, member, store, holders, commit, reason):
                 world = messages.World(
-                    generation, member.place, store, holders, commit, str(reason)
+                    generation,
+                    member.place,
+                    store,
+                    holders,
+                    commit,
+                    str(reason),
+                    copies=action.copies,
                 )
                 self._send([member.worker], world)
             case events.WelcomeWorker(worker, place, newcomer, elastic):

@@ -122,7 +122,7 @@ class Training:
         self.cut_off: set[str] = set()
         self._collectives: dict[tuple[int, str, int], Collective] = {}
         self._stalled: list[Collective] = []
-        self._copying: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._ranks_of: dict[int, tuple[int, ...]] = {}  # all ranks of a world, by its size
         self._states: dict[Commit, State] = {}
         # for each history, the previous history and the samples of its last step
         self._made: dict[int, tuple[int, list[int]]] = {}
@@ -137,16 +137,15 @@ class Training:
         self.worlds[world.generation] = world
         self.ranks[world.generation] = {m.worker: n for n, m in enumerate(world.members)}
 
-    def copying(self, holders: int, size: int) -> tuple[int, ...]:
-        """Return the ranks that take part in the transfer of the state: the source, and the ranks without the state."""
-        if (holders, size) not in self._copying:
-            self._copying[holders, size] = (0, *range(max(1, holders), size))
-        return self._copying[holders, size]
-
     def run_of(self, generation: int, size: int, step_s: float) -> WorldRun:
         if generation not in self._runs:
             self._runs[generation] = WorldRun(self, generation, size, step_s)
         return self._runs[generation]
+
+    def _everyone(self, size: int) -> tuple[int, ...]:
+        if size not in self._ranks_of:
+            self._ranks_of[size] = tuple(range(size))
+        return self._ranks_of[size]
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
@@ -161,7 +160,7 @@ class Training:
         )
         assert place.size == len(members), f"{process.worker} has a wrong world size"
         key = (generation, purpose, number)
-        ranks = ranks or self.copying(1, place.size)
+        ranks = ranks or self._everyone(place.size)
         found = self._collectives.get(key)
         if found is None:
             found = self._collectives[key] = Collective(key, ranks)

@@ -336,15 +336,13 @@ class SimulatedWorker:
         """Send the state to the ranks of a new world that lack it."""
         world = self.recovery.world
         assert world is not None
-        rank, size = world.place.rank, world.place.size
-        lacking = max(1, world.holders)
         if world.holders == 0:
             self.saved = self.state
-        if lacking < size and (rank == 0 or rank >= lacking):
-            ranks = self.sim.training.copying(world.holders, size)
-            copying = self.collective("state", 0, ranks)
+        ranks = world.copying
+        if ranks:
+            copying = self.collective("state", ranks[0], ranks)
             yield from self.arrive(copying)
-            if rank:
+            if world.place.rank != ranks[0]:
                 self.state = self.saved = copying.sent
                 self.reports.samples = []
 

@@ -43,6 +43,7 @@ from elastic.driver.launch.environment import (
 )
 from elastic.driver.launch.interface import Launcher
 from elastic.driver.membership.membership import may_defer
+from elastic.driver.membership.scheduling.rank_order import copy_groups
 from elastic.driver.membership.torch_versions import Versions
 from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.membership.worlds import layout_diff
@@ -589,10 +590,17 @@ class Driver:
                 return self._news(f"generation {generation} was interrupted: {reason}")
             case events.PublishWorld():
                 return self._publish(action)
-            case events.TellWorld(generation, member, store, holders, commit, reason, checkpoint):
-                text, run = str(reason), self._checkpoint_run
+            case events.TellWorld(member=member):
                 message = protocol.World(
-                    generation, member.place, store, holders, commit, text, run, checkpoint
+                    action.generation,
+                    member.place,
+                    action.store,
+                    action.holders,
+                    action.commit,
+                    str(action.reason),
+                    self._checkpoint_run,
+                    action.checkpoint,
+                    action.copies,
                 )
                 send(member.worker, message)
             case events.WelcomeWorker(worker, place, newcomer, elastic):
@@ -712,6 +720,7 @@ class Driver:
             str(world.reason),
             self._checkpoint_run,
             world.checkpoint,
+            copy_groups([each.worker for each in world.members], world.holders),
         )
         self._server.send_world(message, ((each.worker, each.place) for each in world.members))
         self.generation = world.generation

@@ -29,6 +29,7 @@ from elastic.driver.events import (
     WorkerReconnected,
 )
 from elastic.driver.membership.records.roster import WorkerRecord, WorkerStage
+from elastic.driver.membership.scheduling.rank_order import copy_groups
 from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.membership.worlds.part import Part
 from elastic.driver.membership.worlds.worlds import Phase
@@ -81,6 +82,7 @@ class Reconnects(Part):
                     published.commit,
                     published.reason,
                     published.checkpoint,
+                    copy_groups([each.worker for each in published.members], published.holders),
                 )
             )
         at_work = record.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)

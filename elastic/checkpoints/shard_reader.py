@@ -21,11 +21,11 @@ from elastic.checkpoints.files.row_ranges import check_ranges
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.values import dtype_named
+from elastic.collectives import object_exchange
 from elastic.failpoints import failpoint
 from elastic.protocol.messages import COPY
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.sharding.rows import Rows
-from elastic.state.fully_sharded import object_exchange
 from elastic.state.fully_sharded.live_shards import RowSpec
 from elastic.state.fully_sharded.sharded_commits import WorldInventory
 from elastic.state.handled_state import HandledState, shards_of

@@ -25,7 +25,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic import context
-from elastic.api.broadcasting import broadcast_object, broadcast_object_among
+from elastic.api.broadcasting import broadcast_object
 from elastic.collectives.interface import Op
 from elastic.diloco import quantization
 from elastic.diloco.attendance import Attendance, absence
@@ -357,8 +357,7 @@ class DiLoCo:
         """
         assert self._group is not None
         mine = self.own_state() if self._group.islands.rank == root else None
-        name, members = f"diloco.inner.{root}", self._group.islands.members
-        theirs = broadcast_object_among(mine, root, name, members)
+        theirs = self._group.broadcast_object(mine, root)
         if not kept:
             self.take_own_state(theirs | {"counts": self.rounds.own()})
 

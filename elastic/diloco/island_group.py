@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _world as torchs_groups
 
+from elastic.collectives import object_exchange
 from elastic.diloco.islands import Islands
 from elastic.errors import Invalid
-from elastic.negotiation import submission
 from elastic.protocol.islands import island_of
 from elastic.runtime import lifecycle
+from elastic.runtime.guarded_groups import StoreExchange
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.torch_backend import comm_hooks, shared_buckets
 from elastic.torch_backend.following_group import NAME
@@ -31,16 +32,24 @@ class IslandGroup(ElasticProcessGroup):
 
     def __init__(self) -> None:
         rt = lifecycle.current()
-        self.islands = _islands_of(rt)
+        # names of the islands, which the ranks of a new world are exchanging
+        self._names: StoreExchange | None = None
+        self.islands = _islands_of(rt, _exchanged_names(rt))
         comm_hooks.replace()
         shared_buckets.replace()
         super().__init__(None, PURPOSE, self.islands.members, None)
 
     def enter(self, rt: WorkerRuntime) -> None:
-        self.islands = _islands_of(rt)
+        """Start the exchange of the islands' names, which `settle` completes."""
+        self._names = _exchanged_names(rt)
+
+    def settle(self, rt: WorkerRuntime) -> None:
+        self.islands = _islands_of(rt, self._names)
+        self._names = None
         self.ranks = self.islands.members
         self.messages.move(self.ranks)
-        super().enter(rt)
+        self.messages.expect(rt)
+        rt.form_ahead(PURPOSE, self.ranks)
 
     def fits(self, size: int) -> bool:
         """Return whether the group can be used in the current world: always True."""
@@ -58,6 +67,18 @@ class IslandGroup(ElasticProcessGroup):
         """
         assert self.ranks is not None
         self.broadcast([tensor], root=self.ranks.index(root)).wait()
+
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        """Broadcast any picklable value from a rank of the world, and return it.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
+        assert self.ranks is not None
+        rt = lifecycle.current()
+        group = rt.group(PURPOSE, torch.device("cpu"), self.ranks)
+        with rt.guard("state of the island"):
+            return object_exchange.broadcast(group, value, self.ranks.index(root))
 
     def rows(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Gather a tensor from each member of the island, in rank order.
@@ -104,13 +125,31 @@ def island_group() -> IslandGroup:
 _known: Any = torchs_groups
 
 
-def _islands_of(rt: WorkerRuntime) -> Islands:
-    """Exchange the names of the ranks' islands. Collective, except on a worker that has not joined a world yet."""
+def _exchanged_names(rt: WorkerRuntime) -> StoreExchange | None:
+    """Start to exchange the names of the ranks' islands.
+
+    Collective, except on a worker that has not joined a world yet or is alone in it, where None is returned.
+    """
+    if rt.provisional or rt.place.size == 1:
+        return None
+    return rt.start_exchange("islands", _own_name(rt).encode())
+
+
+def _islands_of(rt: WorkerRuntime, names: StoreExchange | None) -> Islands:
+    """Return the islands of the world, given the result of `_exchanged_names`.
+
+    Raises:
+        PeerLost: a rank was lost.
+    """
     place = rt.place
     if rt.provisional:
         return Islands.apart(place.size, place.rank)
+    if names is None:
+        return Islands((_own_name(rt),), 0)
+    with rt.guard("names of the islands"):
+        return Islands(tuple(name.decode() for name in names.wait()), place.rank)
+
+
+def _own_name(rt: WorkerRuntime) -> str:
     host = socket.gethostname() if rt.env.driver is None else rt.env.worker.host
-    name = island_of(host, rt.env.islands)
-    if place.size == 1:
-        return Islands((name,), 0)
-    return Islands(tuple(submission.agree("islands", "names", name)), place.rank)
+    return island_of(host, rt.env.islands)

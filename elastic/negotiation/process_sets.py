@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from elastic import context
-from elastic.collectives.interface import Collectives
+from elastic.collectives import object_exchange
 from elastic.context import Context
 from elastic.errors import Invalid
 from elastic.negotiation import submission
@@ -29,10 +29,7 @@ from elastic.negotiation.process_set_table import (
     checked_ranks,
     present,
 )
-from elastic.protocol.messages import COPY
-
-_PACKET_BYTES = 1024  # maximum size in bytes of a table that is sent in a single broadcast
-_HEAD_BYTES = 8
+from elastic.protocol.messages import COPY, STATE
 
 _table = ProcessSetTable()
 _dynamic = False
@@ -352,38 +349,27 @@ def _found(ranks: Ranks) -> ProcessSet:
 # ---- changes of the world --------------------------------------------------------------------------------------------
 
 
-def bring(rt: Context, lacking: Sequence[int]) -> list[str]:
-    """Send rank 0's table of process sets to workers without the newest commit, before any message refers to a set.
+def bring(rt: Context, ranks: tuple[int, ...]) -> list[str]:
+    """Send the table of process sets to workers without the newest commit, before any message refers to a set.
 
-    Collective over rank 0 and the ranks in ``lacking``; other ranks return immediately. Returns messages to log.
+    Collective over ``ranks``. Other ranks pass ().
+
+    Args:
+        rt: the context.
+        ranks: the sender, which holds the newest commit, followed by the receivers.
+
+    Returns:
+        Messages to log.
     """
-    rank = rt.place.rank
     news: list[str] = []
-    if lacking and (rank == 0 or rank in lacking):
-        group = rt.group("state", torch.device("cpu"), (0, *lacking))
+    if ranks:
+        group = rt.group(STATE, torch.device("cpu"), ranks)
         with rt.guard(COPY):
-            text = _broadcast(group, _table.text().encode())
-        if rank != 0:
+            text = object_exchange.broadcast_bytes(group, _table.text().encode(), 0)
+        if rt.place.rank != ranks[0]:
             news = _table.adopt(text.decode())
     _look_around(rt)
     return news
-
-
-def _broadcast(group: Collectives, text: bytes) -> bytes:
-    """Broadcast rank 0's ``text``. On other ranks the argument is ignored."""
-    head = len(text).to_bytes(_HEAD_BYTES, "big")
-    room = _PACKET_BYTES - _HEAD_BYTES
-    packet = torch.frombuffer(bytearray(head + text[:room].ljust(room, b"\0")), dtype=torch.uint8)
-    group.broadcast(packet, 0).wait()
-    received = bytes(packet.tolist())
-    length = int.from_bytes(received[:_HEAD_BYTES], "big")
-    if length <= room:
-        return received[_HEAD_BYTES : _HEAD_BYTES + length]
-    rest = torch.zeros(length - room, dtype=torch.uint8, device="cpu")
-    if group.rank == 0:
-        rest = torch.frombuffer(bytearray(text[room:]), dtype=torch.uint8)
-    group.broadcast(rest, 0).wait()
-    return received[_HEAD_BYTES:] + bytes(rest.tolist())
 
 
 def unregister_all() -> None:

@@ -39,6 +39,7 @@ COPY = "copy of the state"  # activity that a worker reports while it waits for 
 SHARDS_COMMIT = "commit of the shards"
 # activity that a worker reports while it waits for gradients of a DistributedOptimizer
 GRADIENTS = "gradients"
+STATE = "state"  # purpose of the group in which the state is sent
 # Number of the signal on which a worker writes its stacks, counted from SIGRTMIN.
 STACKS_SIGNAL_OFFSET = 4
 
@@ -160,6 +161,11 @@ class Place(Value):
     local_size: int
     cross_rank: int
     cross_size: int
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether the world spans several hosts. Equal on all ranks, unlike ``cross_size``."""
+        return self.local_size < self.size
 
 
 class Launches(Value):
@@ -714,10 +720,12 @@ class Welcome(Message):
 class World(Message):
     """Notice that a new world has formed, with the receiver's place in it.
 
-    Ranks ``0 .. holders-1`` hold ``commit``, the newest commit. The other ranks receive it from rank 0. If no worker
-    has committed, ``holders`` is 0 and ``commit`` is None, and rank 0 is the source of the state.
+    Ranks ``0 .. holders-1`` hold ``commit``, the newest commit, and the other ranks receive it. If no worker has
+    committed, ``holders`` is 0 and ``commit`` is None, and rank 0 is the source of the state.
 
     Args:
+        copies: groups of ranks in which the commit is sent: the sender, followed by the receivers. If empty, rank 0
+            sends it to all ranks that lack it.
         run: ID under which all workers write this world's checkpoints, or 0 without checkpoints. The ID changes when
             another driver takes over in a failover.
         checkpoint: whether to make the initial commit durable before training starts.
@@ -731,6 +739,19 @@ class World(Message):
     reason: str
     run: int = 0
     checkpoint: bool = False
+    copies: list[list[int]] = []
+
+    @property
+    def lacking(self) -> range:
+        """Ranks that receive the state, because they do not hold the newest commit."""
+        return range(max(1, self.holders), self.place.size)
+
+    @property
+    def copying(self) -> tuple[int, ...]:
+        """Ranks of the group in which this rank sends or receives the state, the sender first, or ()."""
+        groups = self.copies or [[0, *self.lacking]]
+        found = (group for group in groups if self.place.rank in group and len(group) > 1)
+        return tuple(next(found, ()))
 
 
 class Broken(Message):

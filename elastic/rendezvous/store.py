@@ -1,4 +1,7 @@
-"""Rendezvous store through which the ranks of a generation exchange addresses. Each exchange has its own connection.
+"""Rendezvous store through which the ranks of a generation exchange addresses.
+
+Exchanges of one rank can run at the same time, each on its own connection. With ``keeps``, a connection is kept for a
+later exchange, which then takes one round trip instead of two.
 
 Rank 0 serves the store on a socket that it bound before it sent Ready, only on the interface of the data plane. In an
 exchange, every rank sends (key, rank, size, blob), and receives all blobs once all ranks have sent theirs. Frames are
@@ -29,6 +32,10 @@ log = logging.getLogger("elastic.rendezvous")
 _REQUEST_LIMIT = 1 << 18
 _REPLY_LIMIT = 1 << 30
 _READ_BYTES = 1 << 16
+KEPT_LIMIT = 2  # maximum number of idle connections of a rank
+# Seconds after which an idle connection is not used any more, because a firewall may have dropped it. Recoveries are
+# shorter.
+KEPT_S = 5.0
 CLOSE_S = 5.0  # timeout in seconds for the server thread to end
 RETRY_S = 0.02  # interval in seconds between attempts to connect to a store that is not served yet
 # Special values of the size field, for requests other than exchanges:
@@ -92,8 +99,14 @@ def listen(host: str, port: int = 0) -> StoreListener:
 class Store:
     """Rendezvous store of one generation, as seen from one rank. Thread-safe.
 
-    Rank 0 passes its ``listener``, and the store takes ownership of it. ``timeout_s`` is the default timeout of every
-    wait, in seconds.
+    Args:
+        address: address at which rank 0 serves the store.
+        listener: on rank 0, its listener, of which the store takes ownership. None on other ranks.
+        timeout_s: default timeout of every wait, in seconds.
+        generation: generation of the world.
+        secret: secret of the job.
+        keeps: whether to keep connections for later exchanges. Rank 0 then holds up to `KEPT_LIMIT` idle connections of
+            each rank.
     """
 
     def __init__(
@@ -104,11 +117,15 @@ class Store:
         *,
         generation: int = 0,
         secret: bytes = b"",
+        keeps: bool = False,
     ) -> None:
         self.address = address
         self.generation = generation
+        self._keeps = keeps
+        self._kept: list[_Connection] = []
         self._listener = listener
         self._timeout_s = timeout_s
+        self._key = derived(secret, "store", generation)
         self._secret = secret
         self._server: _Server | None = None
         self._provided: dict[str, Callable[[], list[bytes]]] = {}
@@ -165,14 +182,16 @@ class Store:
         if self._aborted.is_set():
             call.abort()
         try:
-            call.connect(self.address, began + reach_s)
+            call.connect(self._take_kept(), self.address, self._key, began + reach_s)
             step, step_s = "waiting at", limit_s
             request = _Request(self.generation, key, rank, size, blob)
-            reply = call.ask(request, derived(self._secret, "store", self.generation), deadline)
+            reply = call.ask(request, deadline)
             if (reply.generation, reply.key) != (self.generation, key):
                 raise ProtocolError("the store's reply belongs to another request")
             if reply.error:
                 raise ProtocolError(reply.error)
+            if self._keeps:
+                self._keep(call.release())
             return reply.blobs
         except (OSError, ProtocolError) as error:
             if call.aborted:
@@ -192,6 +211,28 @@ class Store:
             with self._lock:
                 self._calls.discard(call)
             call.close()
+
+    def _take_kept(self) -> _Connection | None:
+        """Return the connection that was used last, or None if no connection was used recently."""
+        now = time.monotonic()
+        with self._lock:
+            late = [each for each in self._kept if now - each.used_at > KEPT_S]
+            self._kept = [each for each in self._kept if each not in late]
+            taken = self._kept.pop() if self._kept else None
+        for each in late:
+            each.close()
+        return taken
+
+    def _keep(self, connection: _Connection | None) -> None:
+        if connection is None:
+            return
+        connection.used_at = time.monotonic()
+        with self._lock:
+            keeps = not self._aborted.is_set() and len(self._kept) < KEPT_LIMIT
+            if keeps:
+                self._kept.append(connection)
+        if not keeps:
+            connection.close()
 
     def awaited(self, timeout_s: float | None = None) -> list[str]:
         """Return the keys of the exchanges in which ranks are currently waiting.
@@ -240,6 +281,9 @@ class Store:
         with self._lock:
             for call in self._calls:
                 call.abort()
+            kept, self._kept = self._kept, []
+        for each in kept:
+            each.close()
 
     def close(self) -> None:
         """Stop serving. Ranks that are still waiting are disconnected, so call this after the generation has ended."""
@@ -253,20 +297,50 @@ class Store:
         """Close the sockets that a forked child has inherited. Called in the child."""
         for call in self._calls:
             call.close()
+        for connection in self._kept:
+            connection.close()
         if self._server is not None:
             self._server.rpc.close_sockets()
         elif self._listener is not None:
             self._listener.close()
 
 
+class _Connection:
+    """Connection of a rank to the store's server. It carries one request at a time."""
+
+    def __init__(self, sock: socket.socket, key: bytes) -> None:
+        self.socket = sock
+        self.used_at = 0.0  # time of the last reply
+        self._opening = os.urandom(NONCE_BYTES)  # sent before the first request
+        self._wire = FramedConnection(_replies)
+        self._wire.seal(key, mine=self._opening, theirs=b"", caller=True, limit=_REPLY_LIMIT)
+
+    def ask(self, request: _Request, deadline: float) -> _Reply:
+        opening, self._opening = self._opening, b""
+        self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
+        self.socket.sendall(opening + self._wire.frame_of(msgspec.msgpack.encode(request)))
+        while (reply := self._wire.next()) is None:
+            self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            part = self.socket.recv(_READ_BYTES)
+            if not part:
+                raise OSError("the store closed the connection")
+            self._wire.feed(part)
+        assert isinstance(reply, _Reply)
+        return reply
+
+    def close(self) -> None:
+        self.socket.close()
+
+
 class Call:
-    """Connection to the store's server for one request.
+    """Request to the store's server, on a new connection or one that was kept.
 
     Another thread may abort it at any time, even before it connects.
     """
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
+        self._connection: _Connection | None = None
         self._aborted = threading.Event()
         self._lock = threading.Lock()
 
@@ -274,17 +348,31 @@ class Call:
     def aborted(self) -> bool:
         return self._aborted.is_set()
 
-    def connect(self, address: Address, deadline: float) -> None:
-        """Connect. While the connection is refused, retry, because rank 0 may not have started yet."""
-        while not self._aborted.is_set():
+    def connect(
+        self, kept: _Connection | None, address: Address, key: bytes, deadline: float
+    ) -> None:
+        """Use a kept connection, or connect. While it is refused, retry, because rank 0 may not have started yet.
+
+        Args:
+            kept: connection of an earlier request, or None.
+            address: address of the server.
+            key: key that seals the frames of a new connection.
+            deadline: time at which the attempt to connect ends, on the monotonic clock in seconds.
+
+        Raises:
+            OSError: the server cannot be reached, or `abort` was called.
+        """
+        if kept is not None:
+            self._use(kept.socket)
+            self._connection = kept
+        while self._connection is None and not self._aborted.is_set():
             sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
-            with self._lock:
-                self._socket = sock
+            self._use(sock)
             sock.settimeout(max(deadline - time.monotonic(), 0.001))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
                 sock.connect((address.host, address.port))
-                break
+                self._connection = _Connection(sock, key)
             except ConnectionRefusedError:
                 self.close()
                 if time.monotonic() > deadline:
@@ -293,31 +381,32 @@ class Call:
         if self._aborted.is_set():
             raise OSError("aborted")
 
-    def ask(self, request: _Request, secret: bytes, deadline: float) -> _Reply:
+    def _use(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._socket = sock
+
+    def ask(self, request: _Request, deadline: float) -> _Reply:
         """Send a request and return the reply to it.
 
         Raises:
             OSError: the connection failed, or the deadline has passed (TimeoutError).
             ProtocolError: the server sent an invalid message.
         """
-        assert self._socket is not None
-        nonce = os.urandom(NONCE_BYTES)
-        wire = FramedConnection(_replies)
-        wire.seal(secret, mine=nonce, theirs=b"", caller=True, limit=_REPLY_LIMIT)
-        self._socket.sendall(nonce + wire.frame_of(msgspec.msgpack.encode(request)))
-        while (reply := wire.next()) is None:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            part = self._socket.recv(_READ_BYTES)
-            if not part:
-                raise OSError("the store closed the connection")
-            wire.feed(part)
-        assert isinstance(reply, _Reply)
-        return reply
+        assert self._connection is not None
+        return self._connection.ask(request, deadline)
+
+    def release(self) -> _Connection | None:
+        """Return the connection, which the caller then owns, or None if `abort` was called."""
+        with self._lock:
+            if self._aborted.is_set():
+                return None
+            connection, self._connection, self._socket = self._connection, None, None
+            return connection
 
     def abort(self) -> None:
         """Abort the request and wake the thread that waits for it. Thread-safe, idempotent, never blocks."""
-        self._aborted.set()
         with self._lock, contextlib.suppress(OSError):
+            self._aborted.set()
             if self._socket is not None:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -325,7 +414,7 @@ class Call:
         with self._lock:
             if self._socket is not None:
                 self._socket.close()
-                self._socket = None
+                self._socket = self._connection = None
 
 
 class _Server:
@@ -342,6 +431,7 @@ class _Server:
             _AWAITED: lambda: [key.encode() for key, _ in self._groups]
         } | provided
         self._groups: dict[tuple[str, int], dict[int, SealedCaller]] = {}
+        self._asking: set[SealedCaller] = set()  # callers whose request has not been answered
         self._announced: dict[str, bytes] = {}
         self._listening: dict[str, set[SealedCaller]] = {}
         self.rpc = SealedServer(
@@ -357,9 +447,10 @@ class _Server:
         )
 
     def _received(self, caller: SealedCaller, request: _Request) -> None:
-        if caller.identity is not None or not self._belongs_here(request):
+        if caller in self._asking or not self._belongs_here(request):
             raise ProtocolError("the store received a request of an unknown kind")
         caller.identity = request
+        self._asking.add(caller)
         self._collect(caller, request)
 
     def _belongs_here(self, request: _Request) -> bool:
@@ -418,10 +509,12 @@ class _Server:
         # encoded once for all callers, because it is large with many ranks
         body = msgspec.msgpack.encode(reply)
         for caller in callers:
-            self.rpc.send(caller, body)  # the rank closes the connection after reading the reply
+            self._asking.discard(caller)
+            self.rpc.send(caller, body)
 
     def _lost(self, caller: SealedCaller) -> None:
         request: _Request = caller.identity
+        self._asking.discard(caller)
         self._listening.get(request.key, set()).discard(caller)
         key = (request.key, request.size)
         group = self._groups.get(key, {})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from elastic.collectives import own_gpu
+from elastic.collectives import own_gpu, threads
 from elastic.collectives.groups.group_factory import MESSAGES
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
@@ -25,6 +25,7 @@ from elastic.monitoring import user_line
 from elastic.negotiation.engine import Engine
 from elastic.protocol import calls
 from elastic.protocol.calls import Called
+from elastic.rendezvous.store import Store
 from elastic.runtime.failures import differing_calls
 from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.session import Session
@@ -71,6 +72,20 @@ class GuardedGroups:
         if not recovery.provisional and len(members) > 1 and place.rank in members:
             key = (purpose, MESSAGES, members)
             self._session.groups.form_when_wanted(key, recovery.generation, place)
+
+    def form_ahead(self, purpose: str, ranks: tuple[int, ...]) -> None:
+        """Start to connect a CPU group in the background. See `WorkerRuntime.form_ahead`."""
+        recovery = self._session.recovery
+        if not recovery.provisional and recovery.place.several_hosts and len(ranks) > 1:
+            key = (purpose, "cpu", ranks)
+            self._session.groups.form_ahead(key, recovery.generation, recovery.place)
+
+    def start_exchange(self, key: str, blob: bytes) -> StoreExchange:
+        """Start to exchange bytes with all ranks of the world. See `WorkerRuntime.start_exchange`."""
+        groups, place = self._session.groups, self._session.recovery.place
+        assert groups.store is not None, "a world of several ranks has a store"
+        limit_s = self._session.env.collective_timeout_s
+        return StoreExchange(groups.store, key, place.rank, place.size, blob, limit_s)
 
     def _formed(self, purpose: str, kind: str, members: tuple[int, ...]) -> Collectives:
         session = self._session
@@ -204,6 +219,38 @@ class GuardedGroups:
         finally:
             if self._progress.leave(time.monotonic()):
                 self._session.poke()
+
+
+class StoreExchange:
+    """Exchange of bytes between all ranks of a world through its store, in the background. See `Store.exchange`."""
+
+    def __init__(
+        self, store: Store, key: str, rank: int, size: int, blob: bytes, timeout_s: float
+    ) -> None:
+        self._blobs: list[bytes] = []
+        self._error: CollectiveFailed | None = None
+        self._thread = threads.begin(
+            "elastic-exchange", self._run, store, key, rank, size, blob, timeout_s
+        )
+
+    def _run(
+        self, store: Store, key: str, rank: int, size: int, blob: bytes, timeout_s: float
+    ) -> None:
+        try:
+            self._blobs = store.exchange(key, rank, size, blob, timeout_s)
+        except CollectiveFailed as error:
+            self._error = error
+
+    def wait(self) -> list[bytes]:
+        """Return the bytes of all ranks, by rank. Call this under `WorkerRuntime.guard`.
+
+        Raises:
+            CollectiveFailed: a rank was lost or late.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._blobs
 
 
 class Guard:

@@ -27,7 +27,7 @@ from elastic.negotiation.engine import Engine
 from elastic.negotiation.messages import Members
 from elastic.negotiation.transport import KEY
 from elastic.protocol import messages
-from elastic.protocol.messages import GRADIENTS, Address, Place
+from elastic.protocol.messages import GRADIENTS, STATE, Address, Place
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, StoreListener, listen
 
@@ -46,6 +46,7 @@ _FORM_S = 0.5  # timeout in seconds at exit for groups that are being created; t
 NAMED = "named"
 # purposes of groups that all ranks need in their first step if an earlier world has used them
 _AHEAD = frozenset({NAMED, GRADIENTS})
+KEEPING_RANKS = 128  # number of ranks that keep connections to the store, which rank 0 holds open
 
 GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, device type, ranks
 
@@ -97,6 +98,8 @@ class Groups:
         self._listener: StoreListener | None = None
         self._engine: Engine | None = None
         self._place: Place | None = None
+        # whether this rank probably negotiates collectives: it has in the last world, or joins a world
+        self._negotiates = False
         self._used: set[str] = set()  # purposes in `_AHEAD` that previous worlds have used
         # objects to abort when the world fails, each with its generation; appended before the object blocks
         self._cuttable: list[tuple[int, Abortable]] = []
@@ -133,7 +136,10 @@ class Groups:
             self._env.timeout_s,
             generation=world.generation,
             secret=self._env.secret,
+            keeps=world.place.several_hosts and 0 < world.place.rank < KEEPING_RANKS,
         )
+        joins = self._place is None and 0 < world.holders <= world.place.rank
+        self._negotiates |= joins
         self._place = world.place
         if world.place.rank == 0 and world.place.size > 1:
             with self._forming:
@@ -141,22 +147,30 @@ class Groups:
             self._store.provide(KEY, self._engine.rules)
         self._store.open()
         self._cut_with(world.generation, self._store)
-        if world.place.cross_size > 1:
+        if world.place.several_hosts:
             self._hurry(world, broken)
 
     def _hurry(self, world: messages.World, broken: Callable[[str], None]) -> None:
-        """Start to connect, in parallel, all groups that previous worlds have used, if the world spans several hosts.
+        """Start to connect, in parallel, the groups that are needed first, if the world spans several hosts.
 
-        Over long distances, each connection takes many round trips. This method does not wait for the connections.
+        These are the groups of all ranks that previous worlds have used, and the group in which the state is sent. Over
+        long distances, each connection takes many round trips. This method does not wait for the connections.
         """
         generation, place = world.generation, world.place
-        for purpose in self._used:
-            key = (purpose, "cpu", tuple(range(place.size)))
-            threads.begin("elastic-ahead", self._form_ahead, key, generation, place)
-        if NAMED in self._used and place.rank != 0:
+        ahead = [(purpose, tuple(range(place.size))) for purpose in self._used]
+        if world.holders and world.copying:
+            ahead.append((STATE, world.copying))
+        for purpose, members in ahead:
+            key = (purpose, "cpu", members)
+            self.form_ahead(key, generation, place)
+        if (self._negotiates or NAMED in self._used) and place.rank != 0:
             with contextlib.suppress(CollectiveFailed):
                 engine = self.engine(generation, place, broken)
                 threading.Thread(target=engine.reach, name="elastic-reach", daemon=True).start()
+
+    def form_ahead(self, key: GroupKey, generation: int, place: Place) -> None:
+        """Start a thread that takes part in creating this group. Does not wait."""
+        threads.begin("elastic-ahead", self._form_ahead, key, generation, place)
 
     def _form_ahead(self, key: GroupKey, generation: int, place: Place) -> None:
         made = self._made
@@ -235,7 +249,7 @@ class Groups:
             assert store is not None
             with contextlib.suppress(CollectiveFailed):  # raised when the world ends
                 store.listen_to(_meeting(key, place), place.rank, _LISTEN_S)
-                threads.begin("elastic-ahead", self._form_ahead, key, generation, place)
+                self.form_ahead(key, generation, place)
 
         if store is not None and store.generation == generation:
             threading.Thread(target=listen, name="elastic-wanted", daemon=True).start()
@@ -299,7 +313,9 @@ class Groups:
             timeout_s=self._env.timeout_s,
             collective_timeout_s=self._env.collective_timeout_s,
             native=self._env.native,
-            apart=place.cross_size == place.size,
+            # Gloo is also expected for the copy of the state by rank 0, since other copies stay on one host.
+            apart=place.cross_size == place.size
+            or (purpose == STATE and members[0] == 0 and place.several_hosts),
             agreed=_is_agreed(purpose),
         )
         self._connecting.add(connecting)
@@ -424,6 +440,7 @@ class Groups:
             unmade, self._unmade = self._unmade, []
             self._buried = list(_on_gpus(made).values())
             self._unconnected += unmade
+            self._negotiates = engine is not None
             for purpose, device_type, members in made:
                 if self._place is not None and len(members) == self._place.size:
                     self._used |= {purpose} & _AHEAD if device_type == "cpu" else set()

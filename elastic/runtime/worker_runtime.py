@@ -30,7 +30,7 @@ from elastic.protocol.messages import (
 from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.kept_variables import KeptVariables
 from elastic.runtime.commit_log import CommitLog
-from elastic.runtime.guarded_groups import Guard, GuardedGroups
+from elastic.runtime.guarded_groups import Guard, GuardedGroups, StoreExchange
 from elastic.runtime.link import Link
 from elastic.runtime.link_thread import LinkThread
 from elastic.runtime.progress import ProgressCounter
@@ -148,6 +148,21 @@ class WorkerRuntime:
         When another rank sends or receives this message, a background thread connects this rank as well.
         """
         self._groups.expect_messages(purpose, ranks)
+
+    def start_exchange(self, key: str, blob: bytes) -> StoreExchange:
+        """Start to exchange a few bytes with all ranks of the world, in the background. Collective.
+
+        The exchange takes fewer round trips than the first negotiated collective of a world. Must not be called in a
+        world of one rank.
+        """
+        return self._groups.start_exchange(key, blob)
+
+    def form_ahead(self, purpose: str, ranks: tuple[int, ...]) -> None:
+        """Start to connect the CPU group of these ranks in the background, if the world spans several hosts.
+
+        Must be called on all of these ranks, and the group must be used in this world.
+        """
+        self._groups.form_ahead(purpose, ranks)
 
     def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None = None) -> bool:
         """Return whether other ranks are waiting for this rank to create this group.

@@ -166,6 +166,9 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         """Adopt the ranks of a new world. Called on all ranks in the same order."""
         self.messages.expect(rt)
 
+    def settle(self, rt: WorkerRuntime) -> None:
+        """Wait for what `enter` exchanges with other ranks: nothing, unless a subclass does."""
+
     def generation(self) -> int:
         return lifecycle.current().generation
 
@@ -285,8 +288,26 @@ def follow(rt: WorkerRuntime, *, first: bool) -> None:
             distributed.destroy_process_group(group)
             continue
         group.enter(rt)
-        ranks = range(size) if group.ranks is None else group.ranks
-        known.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+        _register_ranks(group, size)
+
+
+def settle(rt: WorkerRuntime) -> None:
+    """Complete `follow`, after other exchanges that could run at the same time.
+
+    Raises:
+        PeerLost: a rank was lost.
+    """
+    known: Any = torchs_groups
+    for group in list(known.pg_map):
+        if isinstance(group, FollowingGroup):
+            group.settle(rt)
+            _register_ranks(group, rt.place.size)
+
+
+def _register_ranks(group: FollowingGroup, size: int) -> None:
+    known: Any = torchs_groups
+    ranks = range(size) if group.ranks is None else group.ranks
+    known.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
 
 
 # Aliases that torch's own code uses.

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from elastic.protocol.messages import Commit, Place, Worker
 
+COPIES_LIMIT = 256  # maximum number of ranks whose senders are listed
+
 
 @dataclass(frozen=True)
 class RankOrder:
@@ -45,6 +47,31 @@ def arrange(
     holders = [w for w in survivors if commits.get(w) == newest]
     lacking = [w for w in survivors if commits.get(w) != newest]
     return RankOrder([*holders, *lacking, *newcomers], len(holders), newest)
+
+
+def copy_groups(order: Sequence[Worker], holders: int) -> list[list[int]]:
+    """Return the groups of ranks in which the state is sent to the ranks that lack it: a sender, then its receivers.
+
+    A rank receives the state from a holder on its own host, if there is one, or else from rank 0.
+
+    Args:
+        order: the workers in rank order.
+        holders: number of ranks that hold the newest commit.
+
+    Returns:
+        The groups, or an empty list if rank 0 sends the state to all receivers. The list is also empty with more than
+        `COPIES_LIMIT` receivers, because every worker receives it.
+    """
+    receivers = range(max(1, holders), len(order))
+    if not holders or not 0 < len(receivers) <= COPIES_LIMIT:
+        return []
+    senders: dict[str, int] = {}
+    for rank in range(holders):
+        senders.setdefault(order[rank].host, rank)
+    groups: dict[int, list[int]] = {}
+    for rank in receivers:
+        groups.setdefault(senders.get(order[rank].host, 0), []).append(rank)
+    return [] if groups.keys() == {0} else [[sender, *groups[sender]] for sender in sorted(groups)]
 
 
 def places(order: Sequence[Worker]) -> list[Place]:

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import torch
 
-from elastic.collectives import agreement, threads
+from elastic.collectives import agreement, object_exchange, threads
 from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.shared_memory.peer_memory import PeerMemoryUnavailable
 from elastic.errors import CollectiveFailed, ShardLost, StateMismatch
@@ -52,7 +52,7 @@ from elastic.sharding.shard_inventory import (
     lost_shards,
     newest_whole,
 )
-from elastic.state.fully_sharded import object_exchange, peer_arena
+from elastic.state.fully_sharded import peer_arena
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec, Sharded
 from elastic.state.fully_sharded.peer_arena import ArenaOffer, PeerArena
 from elastic.state.fully_sharded.shard_buffers import ShardBuffers, as_layout

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic.collectives import own_gpu
+from elastic.collectives import object_exchange, own_gpu
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import Interrupted, Invalid, StateMismatch
 from elastic.failpoints import failpoint
@@ -117,9 +117,7 @@ def _send(
     content = _pickled(values, structures, _referred(parts))
     keeps = keeps and any(part.kept(structures[name]) for name, part in parts.items())
     header = pickle.dumps((layout, specs, content, keeps), protocol=pickle.HIGHEST_PROTOCOL)
-    length = torch.tensor([len(header)], dtype=torch.int64, device="cpu")
-    group.broadcast(length, root).wait()
-    group.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8), root).wait()
+    object_exchange.broadcast_bytes(group, header, root)
     if keeps:
         specs = _lacking(group, specs, set(specs))
     failpoint("state-copy")
@@ -134,11 +132,8 @@ def _receive(
     layout: str,
     group_on: GroupOn | None,
 ) -> tuple[int, dict[str, Any]]:
-    length = torch.zeros(1, dtype=torch.int64, device="cpu")
-    group.broadcast(length, root).wait()
-    header = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-    group.broadcast(header, root).wait()
-    theirs, specs, content, keeps = pickle.loads(header.numpy().tobytes())
+    header = object_exchange.broadcast_bytes(group, b"", root)
+    theirs, specs, content, keeps = pickle.loads(header)
     try:
         if theirs != layout:
             raise StateMismatch(f"{difference(theirs, layout)}: run the same script on all workers")

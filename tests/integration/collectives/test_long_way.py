@@ -51,14 +51,14 @@ def address(rank: int, size: int) -> Address:
     return groups.listen()
 
 
-def enter(rank: int, size: int, generation: int, hosts: int, store: Address) -> Place:
+def enter(rank: int, size: int, generation: int, hosts: int, holders: int, store: Address) -> Place:
     """The next world, of one rank on each host, or of all on one."""
     cross = rank if hosts == size else 0
     place = Place(rank, size, rank - cross, size // hosts, cross, hosts)
     groups = ranks.kept["groups"]
     groups.retire()
     ranks.kept["counted"] = Counted()
-    world = messages.World(generation, place, store, size, None, "a test")
+    world = messages.World(generation, place, store, holders, None, "a test")
     groups.open(world, lambda reason: None)
     ranks.kept["place"] = place
     return place
@@ -86,9 +86,15 @@ def made_unasked(rank: int, size: int) -> tuple[list[str], list[list[str]]]:
     return made, sorted(ranks.kept["counted"].by_thread.values())
 
 
-def enter_all(three: Ranks, generation: int, hosts: int) -> None:
+def state_group(rank: int, size: int, ranks_: tuple[int, ...]) -> bool:
+    """Whether there is a group in which the state can be sent, without anybody having asked for it."""
+    made_unasked(rank, size)
+    return ranks.kept["groups"].find(("state", "cpu", ranks_)) is not None
+
+
+def enter_all(three: Ranks, generation: int, hosts: int, holders: int = 3) -> None:
     where = three.run(address)[0]
-    three.run(enter, generation, hosts, where)
+    three.run(enter, generation, hosts, holders, where)
 
 
 def test_groups_of_the_last_world_are_connected_at_once_with_one_exchange_each(three):
@@ -103,6 +109,20 @@ def test_groups_of_the_last_world_are_connected_at_once_with_one_exchange_each(t
     # One that has joined comes to a group that is there, as to one that others are forming.
     assert three.run(is_wanted, 2) == [True] * 3
     assert three.run(use, 2) == [[3.0, 3.0]] * 3
+
+
+def test_the_group_that_sends_the_state_is_connected_at_once_with_one_exchange(three):
+    enter_all(three, 1, hosts=3, holders=2)
+    assert three.run(state_group, (0, 2)) == [True, False, True]
+    _, asked = zip(*three.run(made_unasked), strict=True)
+    # One that joins probably negotiates, too.
+    state = ["state of 0,2/2"]
+    assert asked == ([state], [], [["negotiation"], state])
+
+
+def test_on_one_host_the_group_that_sends_the_state_is_made_at_first_use(three):
+    enter_all(three, 1, hosts=1, holders=2)
+    assert three.run(state_group, (0, 2)) == [False] * 3
 
 
 def is_wanted(rank: int, size: int, generation: int) -> bool:

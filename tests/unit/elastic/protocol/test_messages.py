@@ -251,3 +251,22 @@ def test_a_proof_belongs_to_one_role_one_worker_and_two_nonces():
         proof(b"secret", "worker", b"a" * 32, b"b" * 32, str(worker.next())),
     ]
     assert len({true, *others}) == 5 and len(true) == 32
+
+
+def copying(rank: int, holders: int, copies: list[list[int]]) -> tuple[int, ...]:
+    place = Place(rank, 5, 0, 1, 0, 2)
+    return protocol.World(2, place, STORE, holders, Commit(1, 1), "a test", copies=copies).copying
+
+
+def test_rank_0_sends_the_state_to_all_that_lack_it_unless_groups_are_listed():
+    assert [copying(rank, 3, []) for rank in range(5)] == [(0, 3, 4), (), (), (0, 3, 4), (0, 3, 4)]
+    assert [copying(rank, 3, [[0, 3], [2, 4]]) for rank in range(5)] == [
+        (0, 3),
+        (),
+        (2, 4),
+        (0, 3),
+        (2, 4),
+    ]
+    assert [copying(rank, 3, [[2, 3, 4]]) for rank in range(5)] == [(), (), *[(2, 3, 4)] * 3]
+    assert [copying(rank, 5, []) for rank in range(5)] == [()] * 5
+    assert copying(4, 0, []) == (0, 1, 2, 3, 4)

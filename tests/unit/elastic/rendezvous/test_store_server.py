@@ -23,11 +23,12 @@ def fails():
     raise ValueError("no rules yet")
 
 
-def asks(size: int, key: str = "end") -> bytes:
-    """A request, as a caller sends it."""
+def asks(*sizes: int, key: str = "end") -> bytes:
+    """Requests, as a caller sends them."""
     wire, nonce = FramedConnection(store._replies), bytes(NONCE_BYTES)
     wire.seal(derived(SECRET, "store", 0), mine=nonce, theirs=b"", caller=True, limit=1 << 20)
-    return nonce + wire.frame_of(msgspec.msgpack.encode(store._Request(0, key, 0, size, b"now")))
+    requests = [store._Request(0, key, 0, size, b"now") for size in sizes]
+    return nonce + b"".join(wire.frame_of(msgspec.msgpack.encode(each)) for each in requests)
 
 
 def answered(caller):
@@ -114,8 +115,22 @@ def test_without_descriptors_it_accepts_later_and_serves_existing_peers(talk):
 
 def test_a_failing_provider_affects_only_its_caller(talk, caplog):
     asker, other = talk.comes(), talk.comes()
-    talk.turn(talk.says(asker, asks(FETCH, "fails")), talk.says(other, asks(FETCH)))
+    talk.turn(talk.says(asker, asks(FETCH, key="fails")), talk.says(other, asks(FETCH)))
     error = "'fails' is not available: ValueError: no rules yet"
     assert answered(asker) == store._Reply(0, "fails", [], error)
     assert answered(other) == store._Reply(0, "end", [])
     recorded("log", caplog.text)
+
+
+def test_a_caller_may_ask_again_after_the_answer(talk):
+    caller = talk.comes()
+    talk.turn(talk.says(caller, asks(FETCH, ANNOUNCE, FETCH)))
+    assert caller.sendmsg.call_count == 3
+    caller.close.assert_not_called()
+
+
+def test_a_caller_that_asks_before_the_answer_is_dropped(talk):
+    caller = talk.comes()
+    talk.turn(talk.says(caller, asks(LISTEN, FETCH)))
+    caller.sendmsg.assert_not_called()
+    caller.close.assert_called_once()

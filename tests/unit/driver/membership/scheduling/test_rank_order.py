@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.driver.membership.records.roster import WorkerRecord
-from elastic.driver.membership.scheduling.rank_order import arrange, next_place, places, slots
+from elastic.driver.membership.scheduling.rank_order import (
+    COPIES_LIMIT,
+    arrange,
+    copy_groups,
+    next_place,
+    places,
+    slots,
+)
 from elastic.driver.membership.worlds.composition import Composition, compose
 from elastic.driver.reasons import as_sentence
 from elastic.protocol.messages import Commit, Place, Worker
@@ -33,6 +40,20 @@ def test_newcomer_is_never_a_source():
 
 def test_order_is_kept_without_commits():
     assert arrange([C, A], [B], {}).order == [C, A, B]
+
+
+def test_state_is_sent_by_a_holder_on_the_receivers_host():
+    e, f = worker("h2:2"), worker("h3:0")
+    assert copy_groups([A, C, B, D, e, f], 2) == [[0, 2, 5], [1, 3, 4]]
+    assert copy_groups([C, A, D], 2) == []  # rank 0 sends, as without groups
+    assert copy_groups([A, C], 2) == []
+    assert copy_groups([A, C, D], 0) == []  # nobody has committed
+
+
+def test_senders_of_many_receivers_are_not_listed():
+    many = [worker(f"h2:{slot}") for slot in range(1, COPIES_LIMIT + 2)]
+    assert len(copy_groups([A, C, *many[1:]], 2)) == 1
+    assert copy_groups([A, C, *many], 2) == []
 
 
 def test_places_count_within_world_host_and_across_hosts():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.state.fully_sharded import object_exchange
+from elastic.collectives import object_exchange
 
 
 class Done:

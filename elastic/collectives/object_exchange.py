@@ -1,0 +1,103 @@
+"""Exchange of Python objects between the ranks of a group, through the group's collectives."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from elastic.collectives.interface import Collectives
+
+_LENGTH = 8  # size in bytes of the length prefix
+# Size in bytes of the first exchange, which fits into the initial congestion window of TCP. A shorter value needs no
+# second exchange, which matters in a recovery: each exchange waits for the slowest rank, and takes a round trip
+# between distant hosts.
+_FIRST = 8192
+
+
+def gather(group: Collectives, value: Any) -> list[Any]:
+    """Gather one value from each rank. Return all values on every rank, in rank order.
+
+    Raises:
+        CollectiveFailed: a rank was lost.
+    """
+    if group.size == 1:
+        return [value]
+    content = _bytes(value)
+    first = _first(content)
+    parts = _allgather(group, first)
+    lengths = [int(part[:_LENGTH].view(torch.int64)[0]) for part in parts]
+    if max(lengths) > _FIRST - _LENGTH:
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        padded[: len(content)] = content
+        parts = _allgather(group, padded)
+    else:
+        parts = [part[_LENGTH:] for part in parts]
+    return [
+        pickle.loads(part[:length].numpy().tobytes())
+        for part, length in zip(parts, lengths, strict=True)
+    ]
+
+
+def _allgather(group: Collectives, tensor: torch.Tensor) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor, device="cpu") for _ in range(group.size)]
+    group.allgather(parts, tensor).wait()
+    return parts
+
+
+def broadcast(group: Collectives, value: Any, root: int) -> Any:
+    """Broadcast a value from rank ``root`` to all ranks, and return it.
+
+    Raises:
+        CollectiveFailed: a rank was lost.
+    """
+    if group.size == 1:
+        return value
+    if group.rank == root:
+        broadcast_bytes(group, pickle.dumps(value), root)
+        return value
+    return pickle.loads(broadcast_bytes(group, b"", root))
+
+
+def broadcast_bytes(group: Collectives, content: bytes, root: int) -> bytes:
+    """Broadcast the bytes of rank ``root`` to all ranks, and return them. Other ranks' ``content`` is ignored.
+
+    Raises:
+        CollectiveFailed: a rank was lost.
+    """
+    sends = group.rank == root
+    given = _tensor(content)
+    first = _first(given) if sends else torch.empty(_FIRST, dtype=torch.uint8, device="cpu")
+    group.broadcast(first, root).wait()
+    length = int(first[:_LENGTH].view(torch.int64)[0])
+    short = first[_LENGTH : _LENGTH + length]
+    missing = length - len(short)
+    if missing:
+        rest = (
+            given[len(short) :].clone()
+            if sends
+            else torch.empty(missing, dtype=torch.uint8, device="cpu")
+        )
+        group.broadcast(rest, root).wait()
+        short = torch.cat((short, rest))
+    return content if sends else short.numpy().tobytes()
+
+
+def _first(content: torch.Tensor) -> torch.Tensor:
+    """Return the first exchange of a value: its length and its first bytes."""
+    first = torch.zeros(_FIRST, dtype=torch.uint8, device="cpu")
+    first[:_LENGTH].view(torch.int64)[0] = len(content)
+    short = content[: _FIRST - _LENGTH]
+    first[_LENGTH : _LENGTH + len(short)] = short
+    return first
+
+
+def _bytes(value: Any) -> torch.Tensor:
+    return _tensor(pickle.dumps(value))
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    if not content:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -1,0 +1,76 @@
+"""Connections of a rank to the rendezvous store, with real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elastic.errors import CollectiveFailed
+from elastic.rendezvous import store as stores
+from elastic.rendezvous.store import Call, Store, listen
+
+SECRET = b"secret"
+WAIT_S = 20.0
+
+
+class Watched(Call):
+    """A request that records whether it used a kept connection."""
+
+    def connect(self, kept: Any, *arguments: Any) -> None:
+        self.kept = kept is not None
+        super().connect(kept, *arguments)
+
+
+def fetch(store: Store) -> bool:
+    """Fetch a value, and return whether no new connection was needed."""
+    call = Watched()
+    assert store.exchange("value", 1, 0, b"", call=call) == [b"7"]
+    return call.kept
+
+
+@pytest.fixture
+def served() -> Iterator[Store]:
+    listener = listen("127.0.0.1")
+    store = Store(listener.address, listener, WAIT_S, secret=SECRET)
+    store.provide("value", lambda: [b"7"])
+    store.open()
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def keeping(served: Store) -> Iterator[Store]:
+    store = Store(served.address, None, WAIT_S, secret=SECRET, keeps=True)
+    yield store
+    store.close()
+
+
+def test_later_exchanges_use_the_connection_of_an_earlier_one(keeping):
+    assert [fetch(keeping) for _ in range(3)] == [False, True, True]
+
+
+def test_without_keeping_each_exchange_connects(served):
+    plain = Store(served.address, None, WAIT_S, secret=SECRET)
+    assert [fetch(plain) for _ in range(2)] == [False, False]
+
+
+def test_an_idle_connection_is_not_used_any_more(keeping, monkeypatch):
+    assert not fetch(keeping)
+    monkeypatch.setattr(stores, "KEPT_S", 0.0)
+    assert not fetch(keeping)
+
+
+def test_a_failed_exchange_keeps_no_connection(keeping):
+    with pytest.raises(CollectiveFailed):
+        keeping.exchange("unknown", 1, 0, b"")
+    assert not fetch(keeping)
+
+
+def test_an_aborted_store_keeps_no_connection(served, keeping):
+    assert not fetch(keeping)
+    keeping.abort()
+    with pytest.raises(CollectiveFailed) as caught:
+        fetch(keeping)
+    assert caught.value.aborted
