@@ -444,8 +444,6 @@ class Engine:
     def fail(self, reason: str | CollectiveFailed) -> CollectiveFailed:
         """Make current and future waits raise CollectiveFailed, and return that error.
 
-        Only the first call has an effect.
-
         Only the first call has an effect. Do not call this method in the link thread.
         """
         failure = CollectiveFailed(reason) if isinstance(reason, str) else reason.again()

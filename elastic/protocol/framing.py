@@ -32,8 +32,6 @@ SHOWN = 200  # maximum number of characters that an error quotes from an unauthe
 def proof(secret: bytes, role: str, challenge: bytes, own: bytes, who: str) -> bytes:
     """Return a proof that this end has the secret.
 
-    The proof is an HMAC-SHA256 (32 bytes) over both nonces, the role and the caller's name.
-
     The proof is an HMAC-SHA256 (32 bytes) over both nonces, the role and the caller's name. Because of these inputs, a
     peer cannot reflect a proof or reuse it on another connection.
     """

@@ -25,8 +25,6 @@ DEFAULTS = {
 def needed(connect_s: float) -> dict[str, str]:
     """Return the environment variables that recovery requires.
 
-    Without them, an aborted communicator would end its process.
-
     Without them, an aborted communicator would end its process. With them, waiting for a communicator that does not
     connect ends after ``connect_s`` seconds; torch's default is half an hour.
     """

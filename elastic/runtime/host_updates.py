@@ -69,8 +69,6 @@ def told(listener: HostUpdateListener) -> Iterator[None]:
 def tell(timestamp: float, result: HostUpdateResult) -> None:
     """Notify all listeners.
 
-    Runs in the thread that reads the driver's messages, so listeners should return immediately.
-
     Runs in the thread that reads the driver's messages, so listeners should return immediately. If a listener raises an
     exception, it is printed, and the other listeners are still notified.
 

@@ -1,9 +1,8 @@
 """Process groups and rendezvous store of the current world.
 
-The groups and the store are created at first use and aborted when the world fails.
-
-They are created at first use and aborted when the world fails. The link thread may abort them at any time. It takes no
-lock to do so, and thus never waits for the creation of a group. The callers determine the ranks of each group.
+The groups and the store are created at first use and aborted when the world fails. The link thread may abort them at
+any time. It takes no lock to do so, and thus never waits for the creation of a group. The callers determine the ranks
+of each group.
 """
 
 from __future__ import annotations
@@ -428,8 +427,6 @@ class Groups:
 
     def retire(self) -> None:
         """Close the groups of the previous world.
-
-        The work runs in a separate thread, so that it does not delay training.
 
         The work runs in a separate thread, so that it does not delay training. Called when the next world has formed:
         from then on, no member's GPU uses another member's memory.

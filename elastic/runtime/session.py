@@ -188,8 +188,6 @@ class Session:
     def mark_broken(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> None:
         """Report that a collective of this generation has failed.
 
-        Aborts all other collectives, and notifies the driver.
-
         Aborts all other collectives, and notifies the driver. Thread-safe. Never raises.
 
         Args:

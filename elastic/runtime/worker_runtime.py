@@ -203,8 +203,6 @@ class WorkerRuntime:
     def mark_broken(self, generation: int, reason: str) -> None:
         """Report that a collective of this generation has failed.
 
-        Aborts all other collectives, and notifies the driver.
-
         Aborts all other collectives, and notifies the driver. Thread-safe. Never raises.
         """
         self.session.mark_broken(generation, reason)

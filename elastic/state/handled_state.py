@@ -1,7 +1,5 @@
 """State whose values may have handlers, such as models, optimizers and samplers.
 
-A value with a handler is a part (see `part`).
-
 A value with a handler is a part (see `part`). All parts are committed, restored and sent together. `TorchState` and the
 Keras states define which values they accept.
 """
@@ -676,8 +674,6 @@ class HandledState(_OfThisProcess, ObjectState):
 
     def digest_tensors(self) -> dict[str, int]:
         """Return the digest of each committed tensor, by name.
-
-        Examples of names are ``model.0.weight`` and ``optimizer.0.weight.exp_avg``.
 
         Examples of names are ``model.0.weight`` and ``optimizer.0.weight.exp_avg``. The result is empty if the
         last save is incomplete, or if a save began during the computation.

@@ -644,8 +644,6 @@ class GradientReducer:
     def _heed_change(self, world: Context) -> None:
         """Agree on a new plan if the reduced step flag is CHANGE.
 
-        The flag states that a rank has changed which parameters require a gradient.
-
         The flag means that a rank has changed which parameters require a gradient. The step has reduced the parameters
         of the old plan. The new plan contains all parameters that any rank trains, and this method reduces the
         gradients of the added ones.

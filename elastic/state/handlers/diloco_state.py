@@ -2,7 +2,7 @@
 
 The job's shared values are the outer parameters, the entries of the outer optimizer, the position and the number of
 merges. A worker's local values are the model, the inner optimizer and the quantization residuals. A joining worker
-starts with the outer parameters as its inner ones, and with rank 0's buffers and options of the inner optimizer. It
+starts with the outer parameters as its inner ones, and with the sender's buffers and options of the inner optimizer. It
 receives no entries of the inner optimizer, which would be at least as large as the model and belong to another worker's
 parameters. If the worker's island is already training, the worker receives the island's inner state before its first
 step.

@@ -118,7 +118,7 @@ class Part(StateHandler):
         """Check the value after the whole state has been received and set.
 
         Raises:
-            StateMismatch: with the same state, this worker would compute different results than rank 0.
+            StateMismatch: with the same state, this worker would compute different results than the sender.
         """
 
     def reset(self) -> None:

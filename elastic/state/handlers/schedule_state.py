@@ -1,10 +1,9 @@
 """Handler of learning rate schedulers.
 
-Checks that a schedule's functions of the step are equal on this worker and rank 0.
-
-Checks that a schedule's functions of the step are equal on this worker and rank 0. ``LambdaLR.state_dict()`` does not
-contain the functions. A joining worker creates its own, possibly from a number of steps that was computed for another
-world size. Without this check, ranks with different learning rates would diverge silently.
+Checks that a schedule's functions of the step are equal on this worker and the sender of the state.
+``LambdaLR.state_dict()`` does not contain the functions. A joining worker creates its own, possibly from a number of
+steps that was computed for another world size. Without this check, ranks with different learning rates would diverge
+silently.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ TOLERANCE = 1e-9
 
 
 class ScheduleDifference(NamedTuple):
-    """First step at which a function has different values on this worker and on rank 0."""
+    """First step at which a function has different values on this worker and on the sender of the state."""
 
     function: str
     step: int
@@ -38,7 +37,7 @@ class ScheduleDifference(NamedTuple):
 
 
 class SentSchedule(NamedTuple):
-    """Values of a schedule's functions, as sent by rank 0."""
+    """Values of a schedule's functions, as sent with the state."""
 
     state: dict[str, Any]
     factors: Factors
@@ -52,7 +51,7 @@ def factors(schedule: Any) -> Factors:
 def difference(
     theirs: Mapping[str, list[float | None]], ours: Factors
 ) -> ScheduleDifference | None:
-    """Return the first difference between rank 0's and this worker's values, or None."""
+    """Return the first difference between the sender's and this worker's values, or None."""
     for name, values in ours.items():
         for step, there, here in zip(STEPS, theirs.get(name, values), values, strict=True):
             if not _same(there, here):
@@ -93,7 +92,7 @@ def _value(call: Callable[[int], Any], step: int) -> float | None:
 
 
 class SchedulePart(DictPart):
-    """Handler of a torch LR scheduler. Transfers contain the values of rank 0's functions; commits do not."""
+    """Handler of a torch LR scheduler. Transfers contain the values of the sender's functions; commits do not."""
 
     value: torch.optim.lr_scheduler.LRScheduler
 
@@ -121,9 +120,9 @@ class SchedulePart(DictPart):
         if differs is not None:
             raise StateMismatch(
                 f"{self.what}: {differs.function} of {type(self.value).__name__} returns {_shown(differs.ours)}"
-                f" at step {differs.step} on this worker and {_shown(differs.theirs)} on rank 0, so learning"
-                " rates would differ. Compute the schedule from numbers that are the same in every world, not"
-                " from size() or the length of a loader (with Lightning, pass max_steps to Trainer)."
+                f" at step {differs.step} on this worker and {_shown(differs.theirs)} on the worker that sent the state,"
+                " so learning rates would differ. Compute the schedule from numbers that are the same in every world,"
+                " not from size() or the length of a loader (with Lightning, pass max_steps to Trainer)."
                 " Alternatively, create the schedule from a number in the state, in the function under"
                 " elastic.run"
             )
