@@ -749,7 +749,7 @@ class World(Message):
     @property
     def copying(self) -> tuple[int, ...]:
         """Ranks of the group in which this rank sends or receives the state, the sender first, or ()."""
-        groups = self.copies or [[0, *self.lacking]]
+        groups = self.copies if self.copies and self.holders else [[0, *self.lacking]]
         found = (group for group in groups if self.place.rank in group and len(group) > 1)
         return tuple(next(found, ()))
 

@@ -312,9 +312,7 @@ class Groups:
             timeout_s=self._env.timeout_s,
             collective_timeout_s=self._env.collective_timeout_s,
             native=self._env.native,
-            # Gloo is also expected for the copy of the state by rank 0, since other copies stay on one host.
-            apart=place.cross_size == place.size
-            or (purpose == STATE and members[0] == 0 and place.several_hosts),
+            apart=place.cross_size == place.size or _sends_to_other_hosts(key, place),
             agreed=_is_agreed(purpose),
         )
         self._connecting.add(connecting)
@@ -505,6 +503,13 @@ class Groups:
 def _is_on_gpus(key: GroupKey) -> bool:
     _, device_type, members = key
     return device_type == "cuda" and len(members) > 1
+
+
+def _sends_to_other_hosts(key: GroupKey, place: Place) -> bool:
+    """Return whether rank 0 sends the state in this group, probably to other hosts: see `World.copies`."""
+    purpose, _, members = key
+    some = len(members) < place.size
+    return purpose == STATE and some and members[0] == 0 and place.several_hosts
 
 
 def _on_gpus(made: Mapping[GroupKey, Collectives]) -> dict[GroupKey, DeviceCollectives]:
