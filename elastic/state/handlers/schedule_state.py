@@ -120,9 +120,9 @@ class SchedulePart(DictPart):
         if differs is not None:
             raise StateMismatch(
                 f"{self.what}: {differs.function} of {type(self.value).__name__} returns {_shown(differs.ours)}"
-                f" at step {differs.step} on this worker and {_shown(differs.theirs)} on the worker that sent the state,"
-                " so learning rates would differ. Compute the schedule from numbers that are the same in every world,"
-                " not from size() or the length of a loader (with Lightning, pass max_steps to Trainer)."
+                f" at step {differs.step} on this worker and {_shown(differs.theirs)} on the worker that sent the"
+                " state, so learning rates would differ. Compute the schedule from numbers that are the same in every"
+                " world, not from size() or the length of a loader (with Lightning, pass max_steps to Trainer)."
                 " Alternatively, create the schedule from a number in the state, in the function under"
                 " elastic.run"
             )
