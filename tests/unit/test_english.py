@@ -95,7 +95,7 @@ def found(pattern: re.Pattern[str], texts: Iterable[str]) -> list[str]:
 
 
 def repeated(texts: Iterable[str]) -> list[str]:
-    """Return the sentences of each text that the same text contains before. Sections such as ``Raises`` do not count."""
+    """Return the sentences that a text contains again. Sections such as ``Raises`` do not count."""
     again = []
     for text in texts:
         before: set[str] = set()

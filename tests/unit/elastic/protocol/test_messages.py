@@ -270,4 +270,5 @@ def test_rank_0_sends_the_state_to_all_that_lack_it_unless_groups_are_listed():
     assert [copying(rank, 3, [[2, 3, 4]]) for rank in range(5)] == [(), (), *[(2, 3, 4)] * 3]
     assert [copying(rank, 5, []) for rank in range(5)] == [()] * 5
     assert copying(4, 0, []) == (0, 1, 2, 3, 4)
-    assert copying(1, 0, [[0, 3], [2, 4]]) == (0, 1, 2, 3, 4)  # the state of rank 0 replaces all others
+    # Without holders, the state of rank 0 replaces all others.
+    assert copying(1, 0, [[0, 3], [2, 4]]) == (0, 1, 2, 3, 4)
