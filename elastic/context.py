@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from elastic.collectives.distant_group import DistantGroup
 from elastic.collectives.interface import Collectives
 from elastic.errors import NotInitialized
 from elastic.protocol.messages import Place, World
@@ -67,6 +68,8 @@ class Context(Protocol):
     def group(
         self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None = None
     ) -> Collectives: ...
+
+    def copy_group(self, name: str, ranks: tuple[int, ...]) -> Collectives | DistantGroup: ...
 
     def wanted(
         self, purpose: str, device_type: str, ranks: tuple[int, ...] | None = None

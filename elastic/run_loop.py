@@ -391,8 +391,8 @@ def _copy_state(rt: WorkerRuntime, state: State, world: World) -> int:
     if not ranks:
         return 0
     group_on = functools.partial(rt.group, STATE, ranks=ranks)
-    group = group_on(torch.device("cpu"))
     with rt.guard(COPY), timeline.during("state", COPY):
+        group = rt.copy_group(STATE, ranks)
         copied = state.transfer(group, root=0, group_on=group_on, keeps=world.holders > 0)
     if world.place.rank != ranks[0]:
         state.save()

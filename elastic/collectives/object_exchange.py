@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from elastic.collectives.interface import Collectives
+from elastic.collectives.distant_group import DistantGroup
+from elastic.collectives.interface import Collectives, Op
 
 _LENGTH = 8  # size in bytes of the length prefix
 # Size in bytes of the first exchange, which fits into the initial congestion window of TCP. A shorter value needs no
@@ -60,12 +62,16 @@ def broadcast(group: Collectives, value: Any, root: int) -> Any:
     return pickle.loads(broadcast_bytes(group, b"", root))
 
 
-def broadcast_bytes(group: Collectives, content: bytes, root: int) -> bytes:
+def broadcast_bytes(group: Collectives | DistantGroup, content: bytes, root: int) -> bytes:
     """Broadcast the bytes of rank ``root`` to all ranks, and return them. Other ranks' ``content`` is ignored.
 
     Raises:
         CollectiveFailed: a rank was lost.
     """
+    if isinstance(group, DistantGroup):
+        received = group.broadcast_short(content, root)
+        if received is not None:
+            return received
     sends = group.rank == root
     given = _tensor(content)
     first = _first(given) if sends else torch.empty(_FIRST, dtype=torch.uint8, device="cpu")
@@ -82,6 +88,19 @@ def broadcast_bytes(group: Collectives, content: bytes, root: int) -> bytes:
         group.broadcast(rest, root).wait()
         short = torch.cat((short, rest))
     return content if sends else short.numpy().tobytes()
+
+
+def any_of(group: Collectives | DistantGroup, flags: Sequence[bool]) -> list[bool]:
+    """Return, for each flag, whether it is set on at least one rank. All ranks pass the same number of flags.
+
+    Raises:
+        CollectiveFailed: a rank was lost.
+    """
+    if isinstance(group, DistantGroup):
+        return [any(each) for each in zip(*group.swap(bytes(flags)), strict=True)]
+    found = torch.tensor(flags, dtype=torch.int64, device="cpu")
+    group.allreduce(found, Op.MAX).wait()
+    return [bool(each) for each in found.tolist()]
 
 
 def _first(content: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
 from elastic import context
 from elastic.collectives import object_exchange
 from elastic.context import Context
@@ -29,7 +27,7 @@ from elastic.negotiation.process_set_table import (
     checked_ranks,
     present,
 )
-from elastic.protocol.messages import COPY, STATE
+from elastic.protocol.messages import COPY
 
 _table = ProcessSetTable()
 _dynamic = False
@@ -363,8 +361,8 @@ def bring(rt: Context, ranks: tuple[int, ...]) -> list[str]:
     """
     news: list[str] = []
     if ranks:
-        group = rt.group(STATE, torch.device("cpu"), ranks)
         with rt.guard(COPY):
+            group = rt.copy_group("process sets", ranks)
             text = object_exchange.broadcast_bytes(group, _table.text().encode(), 0)
         if rt.place.rank != ranks[0]:
             news = _table.adopt(text.decode())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import time
 import warnings
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from elastic.collectives import own_gpu, threads
+from elastic.collectives.distant_group import DistantGroup
 from elastic.collectives.groups.group_factory import MESSAGES
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
@@ -25,6 +27,7 @@ from elastic.monitoring import user_line
 from elastic.negotiation.engine import Engine
 from elastic.protocol import calls
 from elastic.protocol.calls import Called
+from elastic.protocol.messages import STATE
 from elastic.rendezvous.store import Store
 from elastic.runtime.failures import differing_calls
 from elastic.runtime.progress import ProgressCounter
@@ -79,6 +82,22 @@ class GuardedGroups:
         if not recovery.provisional and recovery.place.several_hosts and len(ranks) > 1:
             key = (purpose, "cpu", ranks)
             self._session.groups.form_ahead(key, recovery.generation, recovery.place)
+
+    def copy_group(self, name: str, ranks: tuple[int, ...]) -> Collectives | DistantGroup:
+        """Return the group in which these ranks copy values. See `WorkerRuntime.copy_group`."""
+        groups, place = self._session.groups, self._session.recovery.place
+        form = functools.partial(self.group, STATE, torch.device("cpu"), ranks)
+        if not place.several_hosts:
+            return form()
+        store, limit_s = groups.store, self._session.env.collective_timeout_s
+        assert store is not None, "a world of several ranks has a store"
+        rank, numbers = ranks.index(place.rank), itertools.count()
+
+        def swap(blob: bytes) -> list[bytes]:
+            key = f"{name} of {','.join(map(str, ranks))}/{next(numbers)}"
+            return store.exchange(key, rank, len(ranks), blob, limit_s)
+
+        return DistantGroup(rank, len(ranks), swap, form)
 
     def start_exchange(self, key: str, blob: bytes) -> StoreExchange:
         """Start to exchange bytes with all ranks of the world. See `WorkerRuntime.start_exchange`."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic.collectives.distant_group import DistantGroup
 from elastic.collectives.interface import Collectives
 from elastic.monitoring.reporting import Reporting
 from elastic.monitoring.tracing import TraceSession, TracingThroughDriver, TracingToFile
@@ -148,6 +149,17 @@ class WorkerRuntime:
         When another rank sends or receives this message, a background thread connects this rank as well.
         """
         self._groups.expect_messages(purpose, ranks)
+
+    def copy_group(self, name: str, ranks: tuple[int, ...]) -> Collectives | DistantGroup:
+        """Return the group in which the state is sent in the current world.
+
+        If the world spans several hosts, short values are sent through the store.
+
+        Args:
+            name: name of what is copied, unique within the generation.
+            ranks: the sender, followed by the receivers, which all call this method.
+        """
+        return self._groups.copy_group(name, ranks)
 
     def start_exchange(self, key: str, blob: bytes) -> StoreExchange:
         """Start to exchange a few bytes with all ranks of the world, in the background. Collective.

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 
 from elastic.collectives.dtensor import is_dtensor
-from elastic.collectives.interface import Collectives
 from elastic.errors import Invalid, NotPicklable
 from elastic.exact.kept_commits import KeptCommits
 from elastic.exact.shards import Shards
@@ -608,7 +607,7 @@ class HandledState(_OfThisProcess, ObjectState):
 
     def transfer(
         self,
-        group: Collectives,
+        group: state_transfer.CopyGroup,
         root: int,
         *,
         expected_equal: bool = False,

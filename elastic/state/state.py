@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from elastic import context
 from elastic.api.broadcasting import broadcast_object
-from elastic.collectives.interface import Collectives
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
 from elastic.monitoring import step_count, timeline
@@ -295,7 +294,7 @@ class State:
 
     def transfer(
         self,
-        group: Collectives,
+        group: state_transfer.CopyGroup,
         root: int,
         *,
         expected_equal: bool = False,
@@ -418,7 +417,7 @@ class ObjectState(State):
 
     def transfer(
         self,
-        group: Collectives,
+        group: state_transfer.CopyGroup,
         root: int,
         *,
         expected_equal: bool = False,

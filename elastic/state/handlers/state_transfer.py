@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from elastic.collectives import object_exchange, own_gpu
+from elastic.collectives.distant_group import DistantGroup
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import Interrupted, Invalid, StateMismatch
 from elastic.failpoints import failpoint
@@ -35,9 +36,10 @@ DIFFERENCES = 5  # maximum number of differing lines that an error shows per lay
 Key = tuple[str, str]  # names of the part and of the tensor
 
 
+CopyGroup = Collectives | DistantGroup
 GroupOn = Callable[[torch.device], Collectives]
 # A group, the device it sends from and receives on, and the tensors to send over it.
-Road = tuple[Collectives, torch.device, dict[Key, TensorSpec]]
+Road = tuple[CopyGroup, torch.device, dict[Key, TensorSpec]]
 
 CPU = torch.device("cpu")
 
@@ -61,7 +63,7 @@ class TransferData(Protocol):
 
 
 def transfer(
-    group: Collectives,
+    group: CopyGroup,
     root: int,
     parts: Mapping[str, TransferData],
     values: dict[str, Any],
@@ -98,7 +100,7 @@ def transfer(
 
 
 def _send(
-    group: Collectives,
+    group: CopyGroup,
     root: int,
     parts: Mapping[str, TransferData],
     values: dict[str, Any],
@@ -126,7 +128,7 @@ def _send(
 
 
 def _receive(
-    group: Collectives,
+    group: CopyGroup,
     root: int,
     parts: Mapping[str, TransferData],
     layout: str,
@@ -163,7 +165,7 @@ def _receive(
 
 
 def _lacking(
-    group: Collectives, specs: dict[Key, TensorSpec], kept: set[Key]
+    group: CopyGroup, specs: dict[Key, TensorSpec], kept: set[Key]
 ) -> dict[Key, TensorSpec]:
     """Return the specs of the tensors that at least one rank does not hold. Collective.
 
@@ -172,8 +174,7 @@ def _lacking(
         specs: the specs of all tensors of the state.
         kept: the keys of the tensors that this rank already holds.
     """
-    lacks = torch.tensor([key not in kept for key in specs], dtype=torch.int64, device="cpu")
-    group.allreduce(lacks, Op.MAX).wait()
+    lacks = object_exchange.any_of(group, [key not in kept for key in specs])
     return {key: spec for (key, spec), any_ in zip(specs.items(), lacks, strict=True) if any_}
 
 
@@ -235,7 +236,7 @@ def difference(theirs: str, ours: str, they: str = "the world") -> str:
 
 
 def _roads(
-    group: Collectives,
+    group: CopyGroup,
     specs: dict[Key, TensorSpec],
     where: dict[Key, torch.Tensor | Destination],
     group_on: GroupOn | None,
@@ -292,7 +293,7 @@ def _travel(
 
 
 def _exchange(
-    group: Collectives,
+    group: CopyGroup,
     device: torch.device,
     root: int,
     specs: dict[Key, TensorSpec],

@@ -1,15 +1,18 @@
-"""Objects between ranks, short ones and long ones, over a group of threads."""
+"""Objects between ranks, short ones and long ones, over a group of threads, and through a store."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from elastic.collectives import object_exchange
+from elastic.collectives import distant_group, object_exchange
+from elastic.collectives.distant_group import DistantGroup
+from elastic.collectives.interface import Op
 
 
 class Done:
@@ -38,6 +41,13 @@ class ThreadsGroup:
             output.copy_(part)
         return Done()
 
+    def swap(self, blob: bytes) -> list[bytes]:
+        return [bytes(each.tolist()) for each in self._exchange(torch.tensor(list(blob)))]
+
+    def allreduce(self, tensor: torch.Tensor, op: Op) -> Done:
+        tensor.copy_(torch.stack(self._exchange(tensor)).amax(0))
+        return Done()
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> Done:
         parts = self._exchange(tensor)
         if self.rank != root:
@@ -61,3 +71,50 @@ def test_every_rank_gets_the_objects_of_all_and_roots(lengths):
         for gathered, of_root in pool.map(rank, range(3)):
             assert gathered == values
             assert of_root == values[1]
+
+
+def on_ranks(run: Callable[[int, ThreadsGroup], Any]) -> list[Any]:
+    shared: dict[str, Any] = {}
+    met = threading.Barrier(3)
+    with ThreadPoolExecutor(3) as pool:
+        return [*pool.map(lambda rank: run(rank, ThreadsGroup(rank, 3, shared, met)), range(3))]
+
+
+def never() -> Any:
+    raise AssertionError("the ranks need no connection")
+
+
+def test_distant_ranks_exchange_short_values_without_being_connected():
+    def run(rank: int, threads: ThreadsGroup) -> Any:
+        group = DistantGroup(rank, 3, threads.swap, never)
+        received = object_exchange.broadcast_bytes(group, b"from %d" % rank, 1)
+        flags = object_exchange.any_of(group, [rank == 2, False, True])
+        return received, flags
+
+    assert on_ranks(run) == [(b"from 1", [True, False, True])] * 3
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_distant_ranks_are_connected_for_a_long_value(more):
+    value = b"x" * (distant_group.LIMIT + more)
+    formed = []
+
+    def run(rank: int, threads: ThreadsGroup) -> Any:
+        def form() -> Any:
+            formed.append(rank)
+            return threads
+
+        group = DistantGroup(rank, 3, threads.swap, form)
+        return object_exchange.broadcast_bytes(group, value if rank == 1 else b"", 1)
+
+    assert on_ranks(run) == [value] * 3
+    assert sorted(formed) == [0, 1, 2] * more
+
+
+@pytest.mark.parametrize("distant", [False, True])
+def test_a_flag_of_any_rank_is_set_on_all(distant):
+    def run(rank: int, threads: ThreadsGroup) -> Any:
+        group: Any = DistantGroup(rank, 3, threads.swap, never) if distant else threads
+        return object_exchange.any_of(group, [rank == 0, rank > 3])
+
+    assert on_ranks(run) == [[True, False]] * 3

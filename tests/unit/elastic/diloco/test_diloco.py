@@ -1,12 +1,14 @@
 """Arithmetic of DiLoCo, and what a state commits, restores and refuses."""
 
 import copy
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 import elastic
+from elastic.collectives.distant_group import DistantGroup
 from elastic.errors import Invalid
 from elastic.torch_backend.group_names import names
 from harness.fakes import collectives as fake
@@ -390,6 +392,28 @@ def test_second_diloco_is_refused_beside_one_with_a_quorum(grace_s):
 def sent_bytes(states, keeps):
     groups = fake.world(len(states), timeout_s=5.0)
     return at_once(lambda state, group: state.transfer(group, 0, keeps=keeps), states, groups)[0]
+
+
+def never():
+    raise AssertionError("the ranks need no connection")
+
+
+def test_survivors_with_the_same_merges_need_no_connection():
+    states = [trained_state(steps, 1) for steps in (7, 5)]
+    met, blobs = threading.Barrier(2), {}
+
+    def receive(state, group):
+        def swap(blob):
+            blobs[group.rank] = blob
+            met.wait(5.0)
+            found = [blobs[0], blobs[1]]
+            met.wait(5.0)
+            return found
+
+        return state.transfer(DistantGroup(group.rank, 2, swap, never), 0, keeps=True)
+
+    at_once(receive, states, fake.world(2, timeout_s=5.0))
+    assert states[1].diloco.position == 7
 
 
 def trained_state(steps, fragments):

@@ -259,7 +259,7 @@ def test_a_rank_without_the_newest_commit_adopts_the_sets_of_rank_0(world, sets)
     for first in range(sets):
         add_process_set(range(first, first + 30))
     told = get_process_set_ids_and_ranks()
-    world.group = lambda *_: Link(sent, 0)
+    world.copy_group = lambda *_: Link(sent, 0)
     assert process_sets.bring(world, (0, 1)) == []
     assert len(sent) == (1 if sets == 1 else 2)
 
@@ -269,7 +269,7 @@ def test_a_rank_without_the_newest_commit_adopts_the_sets_of_rank_0(world, sets)
     mine = add_process_set([0, 99])
     world.provisional = False
     world.place.rank = 1
-    world.group = lambda *_: Link(sent, 1)
+    world.copy_group = lambda *_: Link(sent, 1)
     (news,) = process_sets.bring(world, (0, 1))
     recorded("messages", news)
     assert get_process_set_ids_and_ranks() == told
