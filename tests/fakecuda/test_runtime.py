@@ -41,6 +41,32 @@ def test_streams_are_asynchronous_and_only_events_order_them(fake_cuda):
     run(fake_cuda(), script)
 
 
+def test_a_wait_is_for_the_record_at_its_call_when_another_stream_records_the_event_again(
+    fake_cuda,
+):
+    script = """
+        import torch
+        written = torch.zeros(4, device="cuda")
+        slow, waiting, idle = (torch.cuda.Stream() for _ in range(3))
+        event = torch.cuda.Event()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(slow):
+            torch.cuda._sleep(500_000_000)
+            written.fill_(1)
+        event.record(slow)
+        waiting.wait_event(event)
+        with torch.cuda.stream(waiting):
+            copy = written.clone()
+        event.record(idle)
+        event.synchronize()
+        assert event.query()  # the newest record counts
+        assert not slow.query() and not waiting.query()
+        waiting.synchronize()
+        assert copy.tolist() == [1] * 4, copy
+    """
+    run(fake_cuda(), script)
+
+
 def test_a_context_is_counted_where_a_thread_touches_a_device(fake_cuda):
     script = """
         import threading, torch, fake_cuda

@@ -135,17 +135,18 @@ cudaError_t wait_for_all_streams(int device) {
 
 namespace {
 
-// Counts how often it was recorded, and how many of these records the stream has come to.
-struct Event {
+// One call of cudaEventRecord. A wait is for the record that was the newest at the call of the wait: a later record, on
+// another stream, may be reached first.
+struct Record {
   std::mutex mutex;
   std::condition_variable changed;
-  unsigned long recorded = 0, reached = 0;
+  bool reached = false;
   int device = 0;
   Clock::time_point at;
 
-  cudaError_t wait(unsigned long until, int waiter) {
+  cudaError_t wait(int waiter) {
     std::unique_lock<std::mutex> guard(mutex);
-    while (reached < until) {
+    while (!reached) {
       if (cudaError_t error = spoilt(waiter)) return error;
       if (cudaError_t error = spoilt(device)) return error;
       changed.wait_for(guard, kLook);
@@ -154,8 +155,26 @@ struct Event {
   }
 };
 
-using Held = std::shared_ptr<Event>;  // destroyed by its owner while a stream has still to come to it
-Held& held(cudaEvent_t event) { return *reinterpret_cast<Held*>(event); }
+struct Event {
+  std::mutex mutex;
+  std::shared_ptr<Record> newest;  // null until the first record
+  int device = 0;
+};
+
+Event& event_of(cudaEvent_t handle) { return *reinterpret_cast<Event*>(handle); }
+
+// Streams keep the record, so that its event may be destroyed before they reach it.
+std::shared_ptr<Record> newest(cudaEvent_t handle) {
+  Event& event = event_of(handle);
+  std::lock_guard<std::mutex> guard(event.mutex);
+  return event.newest;
+}
+
+int device_of(cudaEvent_t handle) {
+  Event& event = event_of(handle);
+  std::lock_guard<std::mutex> guard(event.mutex);
+  return event.device;
+}
 
 // How often torch's watchdog asks depends on the time alone.
 void count_query() {
@@ -216,36 +235,37 @@ CUDA_API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 
 CUDA_API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   if (cudaError_t error = enter()) return error;
-  auto made_event = std::make_shared<Event>();
+  auto* made_event = new Event;
   made_event->device = current_device();
-  *event = reinterpret_cast<cudaEvent_t>(new Held(std::move(made_event)));
+  *event = reinterpret_cast<cudaEvent_t>(made_event);
   return cudaSuccess;
 }
 
 CUDA_API cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 
 CUDA_API cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  delete &held(event);
+  delete &event_of(event);
   return cudaSuccess;
 }
 
 CUDA_API cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
   count(Count::events);
   if (cudaError_t error = enter()) return error;
-  Held event = held(handle);
-  unsigned long number = 0;
+  auto record = std::make_shared<Record>();
+  record->device = stream_of(stream)->device;
   {
-    std::lock_guard<std::mutex> guard(event->mutex);
-    number = ++event->recorded;
-    event->device = stream_of(stream)->device;
+    Event& event = event_of(handle);
+    std::lock_guard<std::mutex> guard(event.mutex);
+    event.newest = record;
+    event.device = record->device;
   }
-  return enqueue(stream, [event, number] {
+  return enqueue(stream, [record] {
     {
-      std::lock_guard<std::mutex> guard(event->mutex);
-      event->reached = std::max(event->reached, number);
-      event->at = Clock::now();
+      std::lock_guard<std::mutex> guard(record->mutex);
+      record->reached = true;
+      record->at = Clock::now();
     }
-    event->changed.notify_all();
+    record->changed.notify_all();
   });
 }
 
@@ -256,38 +276,32 @@ CUDA_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t st
 CUDA_API cudaError_t cudaEventQuery(cudaEvent_t handle) {
   count_query();
   if (cudaError_t error = enter()) return error;
-  Held event = held(handle);
-  std::lock_guard<std::mutex> guard(event->mutex);
-  if (cudaError_t error = spoilt(event->device)) return error;
-  return event->reached >= event->recorded ? cudaSuccess : cudaErrorNotReady;
+  auto record = newest(handle);
+  if (cudaError_t error = spoilt(device_of(handle))) return error;
+  if (!record) return cudaSuccess;
+  std::lock_guard<std::mutex> guard(record->mutex);
+  return record->reached ? cudaSuccess : cudaErrorNotReady;
 }
 
 CUDA_API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   count(Count::synchronizations);
   if (cudaError_t error = enter()) return error;
-  Held event = held(handle);
-  unsigned long until = 0;
-  {
-    std::lock_guard<std::mutex> guard(event->mutex);
-    until = event->recorded;
-  }
-  return event->wait(until, event->device);
+  auto record = newest(handle);
+  return record ? record->wait(record->device) : cudaSuccess;
 }
 
 CUDA_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigned) {
   count(Count::stream_waits);
-  Held event = held(handle);
-  unsigned long until = 0;
-  {
-    std::lock_guard<std::mutex> guard(event->mutex);
-    until = event->recorded;
-  }
+  auto record = newest(handle);
+  if (!record) return cudaSuccess;
   const int device = stream_of(stream)->device;
-  return enqueue(stream, [event, until, device] { event->wait(until, device); });
+  return enqueue(stream, [record, device] { record->wait(device); });
 }
 
 CUDA_API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
-  *ms = std::chrono::duration<float, std::milli>(held(end)->at - held(begin)->at).count();
+  auto from = newest(begin), to = newest(end);
+  if (!from || !to) return cudaErrorInvalidResourceHandle;
+  *ms = std::chrono::duration<float, std::milli>(to->at - from->at).count();
   return cudaSuccess;
 }
 
