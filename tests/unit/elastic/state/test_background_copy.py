@@ -87,6 +87,17 @@ def test_write_before_the_step_is_found_whatever_its_version(tensors, no_room, d
     assert not copy.finish()
 
 
+def test_write_that_is_undone_before_the_step_is_found(tensors, no_room):
+    """As in an evaluation with averaged weights, after which the script restores the trained ones."""
+    copy, _ = begin(tensors, busy=True)
+    trained = tensors[2].clone()
+    tensors[2].fill_(7)
+    pinned._side[trained.device].synchronize()
+    tensors[2].copy_(trained)
+    step()
+    assert not copy.finish()
+
+
 def test_thread_that_waits_for_a_copy_waits_for_the_step_as_well(tensors, no_room):
     copy, _ = begin(tensors)
     found: list[bool] = []
