@@ -82,6 +82,9 @@ class Sharded(Protocol):
     def live_shards(self) -> dict[str, LiveShard]:
         """Return the live tensors with this rank's rows, by name."""
 
+    def device_of(self, key: str) -> torch.device:
+        """Return the device on which to receive this rank's rows of a tensor that does not exist yet."""
+
     def recognized(self, key: str, spec: RowSpec) -> RowSpec:
         """Return the description of a tensor from a checkpoint, in the form that this part uses."""
 
@@ -161,6 +164,9 @@ class FullyShardedHandler(ModelStateHandler):
                 self._row_specs[name] = spec
             found[name] = LiveShard(local, spec)
         return found
+
+    def device_of(self, key: str) -> torch.device:
+        return local_of(self._sharded[key].sharded_param).device
 
     def recognized(self, key: str, spec: RowSpec) -> RowSpec:
         return spec
@@ -274,6 +280,19 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
                     " be resharded: use an optimizer such as SGD, Adam or AdamW"
                 )
         return found
+
+    def device_of(self, key: str) -> torch.device:
+        # Models of a state may be on different devices, for example with CPUOffloadPolicy.
+        parameter = self._parameter(int(key.partition(".")[0]))
+        return local_of(parameter).device if is_dtensor(parameter) else parameter.device
+
+    def _parameter(self, number: int) -> torch.Tensor:
+        for group in self.value.param_groups:
+            parameters: list[torch.Tensor] = group["params"]
+            if number < len(parameters):
+                return parameters[number]
+            number -= len(parameters)
+        raise IndexError(f"{self.what} has no parameter {number}")
 
     def recognized(self, key: str, spec: RowSpec) -> RowSpec:
         return spec

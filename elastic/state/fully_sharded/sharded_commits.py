@@ -745,10 +745,11 @@ class ShardedCommits:
     def place_own(self, bank: ShardBuffers) -> None:
         """Set the sharded tensors from this rank's shard in the buffer, in an unchanged world. Not collective."""
         live, found = self._live(), {}
-        device = next((each.local.device for each in live.values()), CPU)
         for name, (spec, rows) in bank.own_rows().items():
             present = live.get(name)
-            local = spec.local(len(rows), device) if present is None else present.local
+            local = (
+                spec.local(len(rows), self._device_of(name)) if present is None else present.local
+            )
             with torch.no_grad():
                 local.copy_(rows)
             found[name] = local
@@ -784,11 +785,10 @@ class ShardedCommits:
             for part in self._parts()
             for key, local in part.follow(division).items()
         }
-        device = next((each.device for each in found.values()), CPU)
         for tensor, (name, spec) in zip(layout.tensors, specs.items(), strict=True):
             if name not in found:
                 rows = tensor.rows_of(division.shard, division.shards)
-                found[name] = spec.local(len(rows), device)
+                found[name] = spec.local(len(rows), self._device_of(name))
         return {name: found[name] for name in specs}
 
     def _travel(
@@ -850,6 +850,10 @@ class ShardedCommits:
             for part in self._parts()
             for key, each in part.live_shards().items()
         }
+
+    def _device_of(self, name: str) -> torch.device:
+        part, _, key = name.partition("/")
+        return next(each.device_of(key) for each in self._parts() if each.name == part)
 
     def _position(self) -> tuple[int, int]:
         """Return this rank's shard and the number of shards in the world in which the script created the parts."""

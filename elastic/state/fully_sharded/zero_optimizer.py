@@ -109,6 +109,9 @@ class ZeroOptimizerHandler(OptimizerStateHandler):
                 found[f"{number}.{key}"] = LiveShard(entry.detach().reshape(-1), spec)
         return found
 
+    def device_of(self, key: str) -> torch.device:
+        return torch.device("cpu")  # `place_shards` moves entries to the device of their parameter.
+
     def recognized(self, key: str, spec: RowSpec) -> RowSpec:
         number, known = int(key.partition(".")[0]), dataclasses.asdict(spec)
         return EntrySpec(**known, partition=zero.partition_of(self.value), number=number)

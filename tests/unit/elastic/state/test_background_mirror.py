@@ -48,11 +48,29 @@ class Part:
         self.local = torch.zeros(len(rows_of(6, division.shard, division.shards)), 2)
         return {"weight": self.local}
 
+    def device_of(self, key: str) -> torch.device:
+        return self.local.device
+
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:
         pass
 
     def abandon_pass(self) -> None:
         pass
+
+
+class OptimizerPart(Part):
+    """Optimizer of a model on another device than `Part`. It has no entries yet."""
+
+    name = "optimizer"
+
+    def live_shards(self) -> dict[str, LiveShard]:
+        return {}
+
+    def follow(self, division: Division) -> dict[str, torch.Tensor]:
+        return {}
+
+    def device_of(self, key: str) -> torch.device:
+        return torch.device("meta")
 
 
 class TwoHosts:
@@ -179,6 +197,18 @@ def test_commit_that_ranks_disagree_on_is_not_sealed_later(
         two.commit(2.0)
     two.commits.seal()
     assert two.sealed() == 1.0
+
+
+def test_entries_of_an_optimizer_are_received_on_the_device_of_its_parameters(two: TwoHosts):
+    parts = [Part(), OptimizerPart()]
+    met = WorldInventory([(), ()], ("a", "b"), {}, [False, False], [None, None])
+    found = ShardedCommits(lambda: parts, copies=1).divide(
+        two.rt, met, {"model/weight": SPEC, "optimizer/0.exp_avg": SPEC}
+    )
+    assert {name: each.device.type for name, (_, each) in found.items()} == {
+        "model/weight": "cpu",
+        "optimizer/0.exp_avg": "meta",
+    }
 
 
 # ---- copies from a GPU ---------------------------------------------------------------------------------------------
