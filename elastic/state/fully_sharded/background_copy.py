@@ -111,4 +111,5 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
     if row.storage_offset() % _WORD:
         row = row.clone()
     whole = len(row) // _WORD * _WORD
-    return row[:whole].view(torch.int64).sum() + row[whole:].sum(dtype=torch.int64)
+    total = row[:whole].view(torch.int64).sum()
+    return total + row[whole:].sum(dtype=torch.int64) if whole < len(row) else total
