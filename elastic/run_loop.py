@@ -351,6 +351,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         with timeline.during("state", COPY):
             copied, from_checkpoint, shards = durable.bring_shards(rt, state, reset)
         preallocated_memory.leave()
+        state.report_step()
         rt.commits.adopt(copied, from_checkpoint=from_checkpoint, shards=shards)
         if world.checkpoint:
             durable.finish(rt, state)
@@ -365,6 +366,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     if not first and lacking and world.place.rank not in lacking and state.calls_back():
         state.save()  # From now on, the state that was sent is the newest commit of all ranks.
     preallocated_memory.leave()
+    state.report_step()
     rt.commits.adopt(copied)
     rt.commits.keep_older(state)
     if copied:

@@ -117,6 +117,34 @@ def test_what_reset_callbacks_did_is_the_commit_of_all_where_a_newcomer_is_sent_
     assert said == ["on_reset", "transfer", *(["save"] if calls_back else []), "adopted"]
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_step_of_a_received_state_is_known_before_its_commit_is_reported(sharded):
+    place = Place(1, 2, 1, 2, 0, 1)
+    world = World(4, place, Address("h", 1), holders=1, commit=Commit(3, 5), reason="h:1#2 joined")
+    rt, state = MagicMock(spec=WorkerRuntime), create_autospec(State, instance=True)
+    rt.alone, rt.session, rt.worlds, rt.commits, rt.place, rt.kept_variables = (
+        False, MagicMock(), MagicMock(), MagicMock(), place, MagicMock(),
+    )  # fmt: skip
+    rt.session.recovery.newcomer = False
+    rt.worlds.next.return_value = world
+    state.layout.return_value = ""
+    state.is_sharded.return_value = sharded
+    rt.commits.went_back.return_value = False
+    reported, wanted = [], state.report_step
+    state.transfer.side_effect = lambda *_, **__: wanted.reset_mock()
+    rt.commits.adopt.side_effect = lambda *_, **__: reported.append(wanted.call_count)
+    with (
+        patch.object(durable, "entered"),
+        patch.object(durable, "bring_shards", autospec=True) as bring,
+        patch.object(following_group, "follow"),
+        patch.object(process_sets, "bring"),
+        patch.object(run_loop, "has_custom_sync", return_value=False),
+    ):
+        bring.side_effect = lambda *_: (wanted.reset_mock(), (1, False, None))[1]
+        run_loop._enter_world(rt, state, "", first=False)
+    assert reported == [1]
+
+
 @pytest.mark.parametrize("holders", [0, 1])
 def test_values_that_receivers_hold_are_omitted_only_if_ranks_share_a_commit(holders):
     commit = Commit(3, 5) if holders else None
