@@ -113,9 +113,9 @@ def test_omitted_field_is_detected(part, field):
     [kind] = [n for n, (name, *_) in enumerate(found["kinds"]) if name == part]
     at = found["kinds"][kind].index(field)
     del found["kinds"][kind][at]
-    for row in found["objects"]:
-        if row[0] == kind:
-            del row[at]
+    for number, _, columns, *_ in found["blocks"]:
+        if number == kind:
+            del columns[at - 1]
     with raises(Invalid, part, field):
         restore_snapshot(json.dumps(found).encode(), talk.m.settings)
 
@@ -174,6 +174,73 @@ def test_unusual_texts_of_workers_are_restored_unchanged():
     assert take_snapshot(twin) == take_snapshot(talk.m) and list(twin.story) == list(talk.m.story)
 
 
+def parts_of(column: list[Any], count: int) -> list[Any]:
+    """Return the part of each object in a column."""
+    match column:
+        case [part]:
+            return [part] * count
+        case ["texts", texts, indexes]:
+            return [texts[index] for index in indexes]
+        case ["refs", places]:
+            return [None if place is None else [place] for place in places]
+        case ["runs", runs]:
+            pairs = zip(runs[::2], runs[1::2], strict=True)
+            return [[start + offset] for start, many in pairs for offset in range(many)]
+    assert column[0] in ("plain", "parts"), column
+    return column[1]  # type: ignore[no-any-return]
+
+
+def with_rows(data: bytes) -> bytes:
+    """Convert a snapshot to the format of earlier versions, in which each object of the table is a row."""
+    found = json.loads(data)
+    rows = []
+    for kind, count, *rest in found.pop("blocks"):
+        columns, sizes, items = [*rest, [], [], []][:3]
+        own = [parts_of(column, count) for column in columns]
+        sizes = parts_of(sizes, count) if sizes else [0] * count
+        inside = [iter(parts_of(column, sum(sizes))) for column in items]
+        for index, size in enumerate(sizes):
+            row = [kind, *(column[index] for column in own)]
+            for _ in range(size):
+                row += [next(column) for column in inside]
+            rows.append(row)
+    return json.dumps(found | {"objects": rows}).encode()
+
+
+def test_snapshot_of_an_earlier_version_is_restored():
+    talk = running(6)
+    talk.tell(exited("h:1"), leaving("h:2"))
+    talk.m.worlds.completed = [inf, None, {("h", 1)}, "x"]  # type: ignore[list-item]
+    for membership in (talk.m, trained(3, 4)):
+        data = take_snapshot(membership)
+        assert b'"blocks"' not in with_rows(data)
+        assert take_snapshot(restore_snapshot(with_rows(data), membership.settings)) == data
+
+
+class Tree(Value, frozen=True):
+    """Value that contains values of its own kind."""
+
+    number: int
+    below: tuple[Tree, ...] = ()
+
+
+def test_snapshot_when_objects_of_a_batch_contain_each_other_then_each_is_stored_once(monkeypatch):
+    monkeypatch.setattr(snapshot, "STRUCTS", (*snapshot.STRUCTS, Tree))
+    monkeypatch.setitem(snapshot._NAMED, "Tree", Tree)
+    talk, leaf, shared = running(2), Tree(1), {"a": 1}
+    row = (shared, "x")
+    trees = [Tree(3, (leaf, Tree(2, (leaf,)))), leaf, Tree(2, (leaf,)), None, row, shared, -inf]
+    talk.m.worlds.completed = trees  # type: ignore[assignment]
+    data = take_snapshot(talk.m)
+    kinds = [name for name, *_ in json.loads(data)["kinds"]]
+    counts = [count for kind, count, *_ in json.loads(data)["blocks"] if kinds[kind] == "Tree"]
+    twin = restore_snapshot(data, talk.m.settings)
+    made: list[Any] = twin.worlds.completed
+    assert made == trees and sum(counts) == 3
+    assert made[0].below[0] is made[1] and made[4][0] is made[5]
+    assert take_snapshot(twin) == data
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -184,6 +251,15 @@ def test_unusual_texts_of_workers_are_restored_unchanged():
         b'{"kinds": [["list"]], "objects": [[0, 1]], "root": [0]}',
         b'{"kinds": [["tuple"]], "objects": [[0, [0]]], "root": [0]}',
         b'{"kinds": [["method"], ["Roster"]], "objects": [[0, "clear", [1]], [1]], "root": [0]}',
+        b'{"kinds": [], "root": [0]}',
+        b'{"kinds": [["Popen", "args"]], "blocks": [[0, 1, [["ls"]]]], "root": [0]}',
+        b'{"kinds": [["list"]], "blocks": [[0, 1, [], [1]]], "root": [0]}',
+        b'{"kinds": [["list"]], "blocks": [[0, 1, [], [2], [["plain", [1]]]]], "root": [0]}',
+        b'{"kinds": [["list"]], "blocks": [[0, 1, [], [1], [["runs", [4, 1]]]]], "root": [0]}',
+        b'{"kinds": [["tuple"]], "blocks": [[0, 1, [["runs", [0, 1]]]]], "root": [0]}',
+        b'{"kinds": [["tuple"]], "blocks": [[0, 2, [["plain", [1]]]]], "root": [0]}',
+        b'{"kinds": [["tuple"]], "blocks": [[0, 1, [["odd", [1]]]]], "root": [0]}',
+        b'{"kinds": [["method"], ["Roster"]], "blocks": [[0, 1, [["clear"], [[1]]]], [1, 1]], "root": [0]}',
     ],
 )
 def test_invalid_snapshot_is_rejected_without_side_effects(data):
