@@ -33,6 +33,9 @@ from elastic.driver.job.shutdown import Shutdown
 from elastic.driver.reasons import Reason, ReasonKind, as_sentence, because
 from elastic.protocol.messages import Place, Worker
 
+# Events that `JobDecisions.follow` handles even if they cause no action.
+NOTED = (WorkerExited, WorkerRaised, WorkerQuit, HostLost, HostReported, StopRequested)
+
 
 class Decider(Protocol):
     """Interface of `Membership`. Tests provide other implementations."""
@@ -101,6 +104,8 @@ class JobDecisions:
 
     def follow(self, event: Event, answer: Sequence[Action], now: float) -> list[Action]:
         """Return the actions of ``answer``, followed by those that the shutdown adds."""
+        if not answer and self.ending is None and not isinstance(event, NOTED):
+            return []  # The usual case.
         # If this event ends the job, membership has already handled it, and only later events go to `Shutdown`.
         begun = self.ending is not None
         stopped = isinstance(event, StopRequested) and event.code is not None

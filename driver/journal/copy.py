@@ -57,6 +57,7 @@ class JournalCopy(Journal):
 
     async def settle(self) -> None:
         await self._first.settle()
+        await self._copy.settle()
 
     async def rest(self) -> None:
         await self._first.rest()

@@ -1,8 +1,9 @@
 """Journal of a job in a file, from which a replacement driver restores the job's state. Makes no decisions.
 
-Each entry is in the file when `record` returns, so that the next driver finds it even if this driver is killed. Entries
-are not synced to disk: a power failure may lose the latest entries, but it also ends the workers on the machine. A lock
-on the file prevents a second driver from writing while the first one runs.
+Each entry is in the file when `settle` returns, so that the next driver finds it even if this driver is killed. An
+entry is written when it is recorded, unless another event is already queued (`Entry.more`). It is then written together
+with the entry of that event. Entries are not synced to disk: a power failure may lose the latest entries, but it also
+ends the workers on the machine. A lock on the file prevents a second driver from writing while the first one runs.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 
 KEPT = 5  # maximum number of earlier jobs whose journals are kept
+TOGETHER = 1000  # maximum number of entries that are written with a later one
 BLOCK = 1 << 20  # bytes per read in the search for the last snapshot
 _LACKING = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -194,6 +196,7 @@ class FileJournal(Journal):
     ) -> None:
         super().__init__(policy, entries=entries)
         self._archive = archive
+        self._pending: list[bytes] = []  # lines that are not written yet
         self.writer = first.writer if isinstance(first, Header) else first.resumed
         if archive.regular:
             try:
@@ -219,25 +222,37 @@ class FileJournal(Journal):
         return cls(FileArchive(path), header_of(settings, writer=writer_here()), 0, policy)
 
     async def settle(self) -> None:
-        """No-op, because recorded entries are already in the file, which survives this process."""
+        """Write pending entries. All other entries are already in the file, which survives this process."""
+        self._write_pending()
 
     def trouble(self, at: float, reason: Reason) -> None:
         self._write(encoded(TroubleLine(reason, at)))
 
     def close(self) -> None:
+        self._write_pending()
         self._archive.close()
+
+    def _write_pending(self) -> None:
+        if self._pending:
+            self._write(b"")
 
     def _keep(self, entry: Entry) -> int:
         line = encoded(entry)
-        self._write(line)
+        if entry.more and len(self._pending) < TOGETHER:
+            self._pending.append(line)
+        else:
+            self._write(line)
         return len(line)
 
     def keep_snapshot(self, data: bytes, at: float) -> None:
         self._write(encoded(Snapshot(msgspec.Raw(data), at, self.writer)))
 
     def _write(self, line: bytes) -> None:
+        """Write the pending lines and this line."""
         if self._archive.fd < 0:
             return
+        if self._pending:
+            line, self._pending = b"".join([*self._pending, line]), []
         try:
             view = memoryview(line)
             while view:

@@ -186,9 +186,12 @@ class Membership:
 
     def _dispatch(self, event: events.Event) -> None:
         self.stop.heard(event)
-        # Check the most frequent events first.
-        parts = (self.stuck, self.reports, self.failures, self.frozen, self.notices, self.health)
-        if any(part.handle(event) for part in parts):
+        # Check the most frequent events first. No event belongs to two parts.
+        if self.reports.handle(event) or self.stuck.handle(event):
+            return
+        if any(
+            part.handle(event) for part in (self.failures, self.frozen, self.notices, self.health)
+        ):
             return
         match event:
             case events.WorkerReconnected():

@@ -39,16 +39,16 @@ class WorkerReports(Part):
             IllegalEvent: the event is impossible in the current state, which indicates a bug.
         """
         match event:
-            case events.WorkerConnected():
-                self.connected(event)
             case events.WorkerReady():
                 self.ready(event)
+            case events.WorkerResumed():
+                self.resumed(event)
+            case events.WorkerConnected():
+                self.connected(event)
             case events.WorkerChecked():
                 self.checked(event)
             case events.WorkerLeaving():
                 self.leaving(event)
-            case events.WorkerResumed():
-                self.resumed(event)
             case events.WorkerDigested():
                 self.digested(event)
             case events.WorkerDiffers():

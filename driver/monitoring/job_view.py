@@ -256,6 +256,8 @@ class JobView:
     def _happened(self, event: events.Event, now: float) -> None:
         match event:
             # the cases are ordered by frequency, most frequent first
+            case events.WorkerResumed():
+                pass
             case events.WorkerSpent(worker):
                 self._known(worker)
                 self._knows(event.commit, now)
@@ -388,10 +390,12 @@ class JobView:
         return process
 
     def _move(self, known: WorkerView, stage: Stage, why: Reason | None = None) -> None:
-        late = stage in (Stage.CONNECTED, Stage.READY)
         self.touched.append(known)
-        if known.stage is not Stage.KILLED and not (known.stage is Stage.LEAVING and late):
-            known.stage, known.why = stage, why
+        if known.stage is Stage.KILLED:
+            return
+        if known.stage is Stage.LEAVING and stage in (Stage.CONNECTED, Stage.READY):
+            return
+        known.stage, known.why = stage, why
 
     def _fails(self, worker: Worker, failure: Failure) -> None:
         known = self.workers.get(worker)
@@ -420,18 +424,20 @@ class JobView:
         self.before, self.ranks = self.ranks, ranks
         self.generation, self.broken = generation, False
         for worker in self.before:
-            known = self.workers.get(worker)
-            if known is not None and worker not in self.ranks:
+            if worker not in ranks and (known := self.workers.get(worker)) is not None:
                 known.member = known.recovering = False
                 self.touched.append(known)
-        for worker, rank in self.ranks.items():
+        members: list[WorkerView] = []
+        for worker, rank in ranks.items():
             known = self.workers.get(worker)
             if known is None:
                 known = self._add(WorkerView(worker))
             known.member, known.rank, known.recovering = True, rank, False
-        self.trains = any(self.workers[worker].running for worker in self.ranks)
-        for worker in self.ranks:
-            self._move(self.workers[worker], Stage.CONNECTED if self.prepares else Stage.IN_WORLD)
+            members.append(known)
+        self.trains = any(known.running for known in members)
+        stage = Stage.CONNECTED if self.prepares else Stage.IN_WORLD
+        for known in members:
+            self._move(known, stage)
 
     def _counts(self, commit: Commit | None, step: int | None) -> None:
         if commit is not None and step is not None:

@@ -153,6 +153,8 @@ class Stalls(ViewReader):
         for worker in view.exited:
             self._gone(worker, now, StallEnd.LOST)
         match event:
+            case events.WorkerResumed() | events.WorkerSpent():
+                pass  # These events are frequent.
             case events.WorkerProgressed(worker, generation):
                 if generation == view.generation and worker in self._ranks and self._whole:
                     self._progressed(event, now)

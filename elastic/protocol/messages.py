@@ -61,7 +61,7 @@ class Value(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Base class of immutable values that messages contain."""
 
 
-class Worker(Value):
+class Worker(Value, cache_hash=True):
     """Identity of a training process: one incarnation of one slot."""
 
     host: str

@@ -197,22 +197,27 @@ class Roster(dict[Worker, WorkerRecord]):
                 heapq.heappush(self._exits, (record.exit_by, self._filed_exits, worker))
             return
         self.shifts += name != "inside"
-        before = self._stage_of.get(worker)
-        if before is not record.stage:
-            if before is not None:
-                del self._stages[before][worker]
-            self._stages[record.stage][worker] = record
-            self._stage_of[worker] = record.stage
+        if name == "stage":
+            stage, before = record.stage, self._stage_of.get(worker)
+            if before is not stage:
+                if before is not None:
+                    del self._stages[before][worker]
+                self._stages[stage][worker] = record
+                self._stage_of[worker] = stage
+        # These indexes are usually empty.
+        if record.leaving is not None:
+            self.leavers[worker] = record
+        elif self.leavers:
+            self.leavers.pop(worker, None)
         hale = record.killed_for is None
-        for index, belongs in (
-            (self.leavers, record.leaving is not None),
-            (self.inside, bool(record.inside) and hale and record.stage is WorkerStage.MEMBER),
-            (self.frozen, bool(record.frozen) and hale and record.stage in AT_STAKE),
-        ):
-            if belongs:
-                index[worker] = record
-            else:
-                index.pop(worker, None)
+        if record.inside and hale and record.stage is WorkerStage.MEMBER:
+            self.inside[worker] = record
+        elif self.inside:
+            self.inside.pop(worker, None)
+        if record.frozen and hale and record.stage in AT_STAKE:
+            self.frozen[worker] = record
+        elif self.frozen:
+            self.frozen.pop(worker, None)
 
     def first_exit_by(self) -> float | None:
         """Return the earliest deadline for an exit."""

@@ -7,6 +7,7 @@ commit, regardless of the size of the world.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,12 +41,14 @@ def arrange(
         commits: newest commit of each worker. If no survivor has committed, ``holders`` is 0 and the first survivor is
             the source.
     """
-    held = [c for c in (commits.get(w) for w in survivors) if c is not None]
-    newest = max(held, default=None)
+    held = [*map(commits.get, survivors)]
+    newest = max((commit for commit in held if commit is not None), default=None)
     if newest is None:
         return RankOrder([*survivors, *newcomers], 0, None)
-    holders = [w for w in survivors if commits.get(w) == newest]
-    lacking = [w for w in survivors if commits.get(w) != newest]
+    holders = [w for w, commit in zip(survivors, held, strict=True) if commit == newest]
+    lacking: list[Worker] = []
+    if len(holders) < len(held):
+        lacking = [w for w, commit in zip(survivors, held, strict=True) if commit != newest]
     return RankOrder([*holders, *lacking, *newcomers], len(holders), newest)
 
 
@@ -79,22 +82,16 @@ def places(order: Sequence[Worker]) -> list[Place]:
 
     The local rank is the slot number, because survivors cannot switch to another GPU.
     """
-    on_host: dict[str, int] = {}
+    size, hosts, slots = len(order), [w.host for w in order], [w.slot for w in order]
+    on_host = Counter(hosts)
     hosts_of_slot: dict[int, list[str]] = {}
-    for worker in order:
-        on_host[worker.host] = on_host.get(worker.host, 0) + 1
-        hosts_of_slot.setdefault(worker.slot, []).append(worker.host)
-    cross = {slot: {h: i for i, h in enumerate(hosts)} for slot, hosts in hosts_of_slot.items()}
+    for host, slot in zip(hosts, slots, strict=True):
+        hosts_of_slot.setdefault(slot, []).append(host)
+    cross = {slot: {h: i for i, h in enumerate(found)} for slot, found in hosts_of_slot.items()}
+    # Positional arguments, because keyword arguments take longer.
     return [
-        Place(
-            rank=rank,
-            size=len(order),
-            local_rank=worker.slot,
-            local_size=on_host[worker.host],
-            cross_rank=cross[worker.slot][worker.host],
-            cross_size=len(cross[worker.slot]),
-        )
-        for rank, worker in enumerate(order)
+        Place(rank, size, slot, on_host[host], (on_slot := cross[slot])[host], len(on_slot))
+        for rank, (host, slot) in enumerate(zip(hosts, slots, strict=True))
     ]
 
 

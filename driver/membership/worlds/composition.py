@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from elastic.driver.membership.records.roster import WorkerRecord
 from elastic.driver.membership.scheduling.rank_order import RankOrder, arrange
@@ -53,13 +54,19 @@ def compose(
         layout: state layout of the last world. If a worker holds the newest commit, its layout is used instead.
         all_stay: whether all workers must stay.
     """
-    newest = max((c for s in old if (c := commits.get(s.worker)) is not None), default=None)
-    holders = [s for s in old if commits.get(s.worker) == newest]
-    expected = next((s.layout for s in [*holders, *new[: not old]] if s.layout), layout)
-    rejected = [s for s in [*old, *new] if s.layout and expected and s.layout != expected]
+    held = [commits.get(s.worker) for s in old]
+    newest = max((commit for commit in held if commit is not None), default=None)
+    holders = (s for s, commit in zip(old, held, strict=True) if commit == newest)
+    expected = next((s.layout for s in chain(holders, new[: not old]) if s.layout), layout)
+    rejected = [s for s in chain(old, new) if expected and s.layout not in ("", expected)]
     odd = set(rejected)
-    fitting = [s for s in old if s not in odd]
+    fitting = [s for s in old if s not in odd] if odd else [*old]
     willing = [s for s in new if s not in odd and not s.leaving]
+    if not any(s.leaving or s.patient for s in fitting):
+        # The usual case. In a large job, the other cases take several times as long.
+        joining = willing[: max(0, workers_max - len(fitting))]
+        arrangement = arrange([s.worker for s in fitting], [s.worker for s in joining], commits)
+        return Composition(arrangement, joining, [], rejected, expected)
 
     staying = [s for s in fitting if not s.leaving]
     patient = {s for s in fitting if s.patient}

@@ -139,11 +139,18 @@ def candidates(
         Three lists: members of the last world in rank order, newcomers, and workers that need the other kind of world
         (of init() or of elastic.run).
     """
-    rank = {worker: index for index, worker in enumerate(members)}
-    old = sorted((s for s in ready if s.worker in rank), key=lambda s: rank[s.worker])
-    new = [s for s in ready if s.worker not in rank]
+    of = {s.worker: s for s in ready}
+    old = [of[worker] for worker in members if worker in of]
+    new: list[WorkerRecord] = []
+    if len(old) < len(ready):
+        known = set(members)
+        new = [s for s in ready if s.worker not in known]
     running = any(s.running for s in old or new)
     others = [s for s in ready if s.running is not running]
+    if not others:
+        if members and not running:
+            return old, [], new
+        return old, new, []
     if members and not running:
         # A newcomer cannot join a world of init(). It waits until the members enter elastic.run.
         others, new = [*others, *new], []

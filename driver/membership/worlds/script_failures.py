@@ -63,8 +63,9 @@ class ScriptFailures:
     def world_began(self, members: Collection[Worker]) -> None:
         """Clear the failures of the slots that are used by the members of a new world."""
         self.began = self.began or len(members)
-        for worker in members:
-            self.lost((worker.host, worker.slot))
+        if self._of:
+            for worker in members:
+                self.lost((worker.host, worker.slot))
 
     def lacking(self, returned: int) -> list[Reason]:
         """Return the script failures that explain why fewer workers returned than started.

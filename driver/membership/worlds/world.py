@@ -53,7 +53,7 @@ class World:
         self.places = dict(zip(self.members, rank_order.places(self.members), strict=True))
 
     def placed(self) -> list[Member]:
-        return [Member(worker, place) for worker, place in self.places.items()]
+        return [*map(Member, self.places.keys(), self.places.values())]
 
     def resumed(self, event: WorkerResumed, now: float) -> ReportRecovery | None:
         """Record that a member resumed. Return the recovery report if all members have now resumed, otherwise None."""

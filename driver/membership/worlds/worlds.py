@@ -242,12 +242,13 @@ class Worlds:
         for record in others:
             if not record.running:
                 self.staff.welcome(record, self.members)
+        roster, now, running = self.roster, self.now, source.running
         for worker in arranged.order:
-            record = self.roster[worker]
+            record = roster[worker]
             record.stage, record.stands_by = WorkerStage.MEMBER, False
-            if source.running:
-                record.first_generation = record.first_generation or self.generation
-            record.moved(self.now)
+            if running:
+                record.first_generation = record.first_generation or self.world.generation
+            record.moved(now)
             record.entered, record.phase, record.last_inside = 0, "", ""
             record.gpu = []
         self.published = events.PublishWorld(

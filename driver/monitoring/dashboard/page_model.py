@@ -132,8 +132,7 @@ class PageModel(ViewReader):
             self._grid.show(now)
         self._show_commit()
         self._happened(event)
-        facts = self._shards.facts if self._shards.note(event, actions) else None
-        if facts is not None:
+        if self._shards.note(event, actions) and (facts := self._shards.facts) is not None:
             self.state.set("shards", {**facts, "text": as_sentence(facts)})
         if not actions:
             return
@@ -283,12 +282,14 @@ class PageModel(ViewReader):
     def _happened(self, event: events.Event) -> None:
         grid, now = self._grid, self.now
         match event:
+            case events.WorkerResumed():
+                pass  # This event is frequent.
             case events.WorkerPaced(worker, over_s=over_s) if over_s > 0:
                 grid.paced(worker, event.waited_s, over_s, event.commits)
             case events.WorkerProgressed(worker, inside=inside):
                 grid.change(worker, inside=now - event.waited_s if inside else None)
             case events.WorkerReady(worker):
-                grid.change(worker, inside=None)
+                grid.left(worker)
             case events.WorkerSpent():
                 self._far(event)
             case events.WorkerFoundMistake(_, _, text):

@@ -116,6 +116,7 @@ class WorkerGrid:
         self._view = view
         self._shows_stall = False
         self._cells: dict[str, Cell] = {}
+        self._of_worker: dict[Worker, Cell] = {}  # the cells in `_cells`
         # Cells that changed since `update_rows`. Rows are built when a viewer reads them: a change of the world
         # changes each cell several times.
         self._changed: dict[str, Cell] = {}
@@ -146,21 +147,31 @@ class WorkerGrid:
             now: current time, in seconds.
             published: whether the last action published a new world.
         """
+        prepares = self._view.prepares
         for process in self._view.touched:
-            worker, (state, note) = process.worker, _state(process, prepares=self._view.prepares)
-            cell = self._cells.get(key := slot_of(worker))
-            if cell is None and state in ("lost", "done"):
-                continue  # The slot was removed from the list of hosts.
-            if cell is None or cell.worker.incarnation < worker.incarnation:
-                cell = self._cells[key] = Cell(key, worker, process, "", now)
-                if worker.host not in self.state.tables["hosts"]:
-                    self.host(worker.host, slots=0)
-            if cell.worker == worker:
+            worker, (state, note) = process.worker, _state(process, prepares=prepares)
+            cell = self._of_worker.get(worker) or self._new_cell(process, state, now)
+            if cell is not None:
                 if published and process.member:
                     cell.inside, cell.share, cell.stalled, cell.awaits = None, None, None, ()
                     cell.step_s = cell.own_s = None
                 self._move(cell, state, note, now)
                 self._changed[cell.key] = cell
+
+    def _new_cell(self, process: WorkerView, state: str, now: float) -> Cell | None:
+        """Return a new cell for a worker, or None if the slot's cell shows a later worker or the slot was removed."""
+        worker, key = process.worker, slot_of(process.worker)
+        before = self._cells.get(key)
+        if before is None and state in ("lost", "done"):
+            return None  # The slot was removed from the list of hosts.
+        if before is not None:
+            if before.worker.incarnation >= worker.incarnation:
+                return None
+            del self._of_worker[before.worker]
+        cell = self._cells[key] = self._of_worker[worker] = Cell(key, worker, process, "", now)
+        if worker.host not in self.state.tables["hosts"]:
+            self.host(worker.host, slots=0)
+        return cell
 
     def _move(self, cell: Cell, state: str, note: str, now: float) -> None:
         if cell.state == "lost" and state != "lost":
@@ -182,6 +193,13 @@ class WorkerGrid:
         for name, new in fields.items():
             setattr(cell, name, new)
         if shown and shown != ["share"]:
+            self._changed[cell.key] = cell
+
+    def left(self, worker: Worker) -> None:
+        """Record that a worker does not wait in a collective."""
+        cell = self._of(worker)
+        if cell is not None and cell.inside is not None:
+            cell.inside = None
             self._changed[cell.key] = cell
 
     def exited(self, event: WorkerExited, now: float) -> None:
@@ -240,15 +258,17 @@ class WorkerGrid:
 
     def _forget_exited(self) -> None:
         hosts = self.state.tables["hosts"]
-        for key, cell in [*self._cells.items()]:
-            listed = cell.worker.slot < hosts.get(cell.worker.host, {"slots": 0})["slots"]
-            if not listed and cell.state in ("lost", "done"):
-                del self._cells[key]
-                self._changed.pop(key, None)
-                self.state.row("workers", key, None)
-        alive = {cell.worker.host for cell in self._cells.values()}
-        for host in [host for host, row in hosts.items() if not row["slots"] and host not in alive]:
-            self.state.row("hosts", host, None)
+        over = [cell for cell in self._cells.values() if cell.state in ("lost", "done")]
+        for cell in over:
+            if cell.worker.slot >= hosts.get(cell.worker.host, {"slots": 0})["slots"]:
+                del self._cells[cell.key], self._of_worker[cell.worker]
+                self._changed.pop(cell.key, None)
+                self.state.row("workers", cell.key, None)
+        unlisted = [host for host, row in hosts.items() if not row["slots"]]
+        alive = {cell.worker.host for cell in self._cells.values()} if unlisted else set()
+        for host in unlisted:
+            if host not in alive:
+                self.state.row("hosts", host, None)
 
     # ---- workers that are waited for
 
@@ -313,8 +333,7 @@ class WorkerGrid:
             self.change(worker, stalled=lines.get(worker), awaits=awaited if inside else ())
 
     def _of(self, worker: Worker) -> Cell | None:
-        cell = self._cells.get(slot_of(worker))
-        return cell if cell is not None and cell.worker == worker else None
+        return self._of_worker.get(worker)
 
 
 def _state(process: WorkerView, *, prepares: bool) -> tuple[str, str]:

@@ -34,6 +34,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.journal import file as journal_file
 from elastic.driver.journal import journal
+from elastic.driver.journal.copy import JournalCopy
 from elastic.driver.journal.entries import SNAPSHOT, Entry, Resumed, Writer, encoded, header_of
 from elastic.driver.journal.file import FileArchive, FileJournal, check_own
 from elastic.driver.journal.journal import (
@@ -108,6 +109,39 @@ def test_written_journal_is_read_unchanged(tmp_path):
     assert found == settings()
     assert [(e.at, e.event) for e in entries] == CONVERSATION
     assert entries[1].actions == [WORLD]
+
+
+async def test_entry_when_another_event_is_queued_then_it_is_written_with_the_next_entry(tmp_path):
+    path = tmp_path / "j"
+    log = FileJournal.begin(path, settings())
+    event = WorkerReady(A, 3, Commit(3, 17), Address("127.0.0.1", 4711), layout="x")
+
+    def times() -> list[float]:
+        return [entry.at for entry in read(path)[1]]
+
+    log.record(1.0, event, more=True)
+    log.record(2.0, event, more=True)
+    assert times() == []
+    log.record(3.0, event)
+    assert times() == [1.0, 2.0, 3.0]
+    log.record(4.0, event, more=True)
+    await log.settle()
+    assert times() == [1.0, 2.0, 3.0, 4.0]
+    log.record(5.0, event, more=True)
+    log.trouble(6.0, as_sentence("etcd is unreachable"))
+    assert times()[-1] == 5.0
+    log.record(7.0, event, more=True)
+    log.close()
+    assert times() == [1.0, 2.0, 3.0, 4.0, 5.0, 7.0]
+
+
+async def test_copy_when_a_journal_is_settled_then_it_contains_all_entries(tmp_path):
+    paths = [tmp_path / "first", tmp_path / "copy"]
+    log = JournalCopy(*(FileJournal.begin(path, settings()) for path in paths))
+    log.record(1.0, HostsChanged({"h1": 1}), more=True)
+    await log.settle()
+    assert [len(read(path)[1]) for path in paths] == [1, 1]
+    log.close()
 
 
 def test_replay_returns_events_and_actions(tmp_path):
