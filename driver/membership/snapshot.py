@@ -16,10 +16,8 @@ Snapshots of earlier versions have ``"objects": [[kind, part, ...], ...]`` inste
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
-import gc
 import itertools
 import math
 import operator
@@ -48,6 +46,7 @@ from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicion, Suspicions, Verdict
 from elastic.driver.membership.failure_detection.unresponsive_hosts import UnresponsiveHosts
 from elastic.driver.membership.failures import Failures
+from elastic.driver.membership.garbage_collection import uncollected
 from elastic.driver.membership.health_checks import HealthChecks
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.preemption_notices import Departure, Notices
@@ -205,7 +204,7 @@ def take_snapshot(membership: Membership) -> bytes:
     Raises:
         SnapshotError: the state contains an object of an unknown type.
     """
-    with _nothing_collected():
+    with uncollected():
         return _encode(_Taking(membership).snapshot)
 
 
@@ -216,7 +215,7 @@ def restore_snapshot(data: bytes, settings: Settings) -> Membership:
         Invalid: the data are not a snapshot, or were written by another version of this program.
     """
     try:
-        with _nothing_collected():
+        with uncollected():
             snapshot = _decode(data)
             _have_the_same_fields(snapshot.kinds, settings)
             found = _Making(snapshot, settings).root
@@ -227,17 +226,6 @@ def restore_snapshot(data: bytes, settings: Settings) -> Membership:
     if not isinstance(found, Membership):
         raise Invalid(f"the snapshot contains a {type(found).__name__} instead of a job")
     return found
-
-
-@contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from math import inf
 
 from elastic.driver.events import KillWorker, LetGo, RejectWorker, StartWorker, WelcomeWorker
+from elastic.driver.membership.garbage_collection import uncollected
 from elastic.driver.membership.records.actions import ActionList
 from elastic.driver.membership.records.roster import AT_STAKE, Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling import rank_order
@@ -74,9 +75,13 @@ class WorkerPool:
         if state == self._looked_at and self.actions.now < self._look_again_at:
             return
         self._looked_at, self._look_again_at = state, self.next_slot_at() or inf
+        with uncollected():
+            self._start(members, min(wanted, room), needed=max(0, wanted - self.spare))
+
+    def _start(self, members: Sequence[Worker], most: int, *, needed: int) -> None:
+        """Start up to ``most`` workers in free slots. Those after the first ``needed`` are standbys."""
         free = self.slots.free(self.roster.hosts, self.actions.now, short=self._short())
-        started = [self.slots.start(slot) for slot in free[: min(wanted, room)]]
-        needed = max(0, wanted - self.spare)  # further workers are standbys
+        started = [self.slots.start(slot) for slot in free[:most]]
         # New workers never get rank 0 while members are training.
         order = [*members, *started]
         if not members:

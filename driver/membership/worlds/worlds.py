@@ -13,6 +13,7 @@ import enum
 from typing import NoReturn
 
 from elastic.driver import events
+from elastic.driver.membership.garbage_collection import uncollected
 from elastic.driver.membership.records.actions import ActionList
 from elastic.driver.membership.records.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.worker_pool import WorkerPool
@@ -168,6 +169,10 @@ class Worlds:
             return
         if self.signs.awaited(self.now):
             return
+        with uncollected():
+            self._compose_next()
+
+    def _compose_next(self) -> None:
         ready = [
             s
             for s in self.roster.first_at(WorkerStage.READY)
