@@ -46,12 +46,12 @@ from elastic.driver.membership.failure_detection.stuck import Stuck
 from elastic.driver.membership.failure_detection.suspicion import Suspicion, Suspicions, Verdict
 from elastic.driver.membership.failure_detection.unresponsive_hosts import UnresponsiveHosts
 from elastic.driver.membership.failures import Failures
-from elastic.driver.membership.garbage_collection import uncollected
 from elastic.driver.membership.health_checks import HealthChecks
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.preemption_notices import Departure, Notices
 from elastic.driver.membership.reconnect import Reconnects
 from elastic.driver.membership.records.actions import ActionList
+from elastic.driver.membership.records.garbage_collection import uncollected
 from elastic.driver.membership.records.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.cooldown import Cooldown, SlotRecord
 from elastic.driver.membership.scheduling.slots import Slots

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 from math import inf
 
 from elastic.driver.events import KillWorker, LetGo, RejectWorker, StartWorker, WelcomeWorker
-from elastic.driver.membership.garbage_collection import uncollected
 from elastic.driver.membership.records.actions import ActionList
+from elastic.driver.membership.records.garbage_collection import uncollected
 from elastic.driver.membership.records.roster import AT_STAKE, Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.membership.scheduling.slots import Slots

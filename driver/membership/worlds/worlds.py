@@ -13,8 +13,8 @@ import enum
 from typing import NoReturn
 
 from elastic.driver import events
-from elastic.driver.membership.garbage_collection import uncollected
 from elastic.driver.membership.records.actions import ActionList
+from elastic.driver.membership.records.garbage_collection import uncollected
 from elastic.driver.membership.records.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.membership.scheduling.worker_pool import WorkerPool
 from elastic.driver.membership.worlds.composition import Composition, compose
