@@ -33,7 +33,8 @@ _HINTS = {
     errno.ENOENT: ": pass the file of --journal, or the name of a running job",
     errno.EACCES: "; it belongs to the user that started the job, so explain it as that user",
 }
-# Maximum length of a line, in bytes. A snapshot of a job with 100,000 workers takes about 50 MB.
+# Maximum length of a line, in bytes. A snapshot of a job with 100,000 workers takes about 13 MB, or 50 MB in earlier
+# versions.
 LINE_LIMIT = 256 << 20
 NO_JOURNAL = 100  # number of invalid lines at the beginning of a file after which it is rejected
 
