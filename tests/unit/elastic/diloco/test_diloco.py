@@ -89,6 +89,61 @@ def test_delayed_merge_mixes_the_mean_of_the_step_at_which_it_was_sent():
     assert close(bits(model), wanted) and close(diloco.outer, sent)
 
 
+def streaming_reference(steps, sends, delay, mix):
+    """Return the outer and the inner parameters of one worker, as algorithm 1 of arXiv:2311.08105 computes them.
+
+    With several fragments, a delay or a mixing factor, as arXiv:2501.18512 extends it.
+
+    Args:
+        steps: number of inner steps.
+        sends: indices of the parameters of the fragment that is sent after an inner step, by the step in a round of 8.
+        delay: number of inner steps between a send and a merge.
+        mix: weight of the inner parameters.
+    """
+    model = network()
+    inner = list(model.parameters())
+    optimizer = torch.optim.SGD(inner, lr=0.1)
+    outer = bits(model)
+    velocity = [torch.zeros_like(each) for each in outer]
+    sent = {}
+    for step in range(1, steps + 1):
+        inner_step(model, optimizer, step)
+        place = (step - 1) % 8 + 1
+        with torch.no_grad():
+            for i in sends.get(place, ()):
+                sent[step + delay, i] = outer[i] - inner[i]
+            for i in range(len(outer)):
+                if (step, i) not in sent:
+                    continue
+                change = sent.pop((step, i))
+                velocity[i] = 0.9 * velocity[i] + change
+                outer[i] = torch.add(outer[i], change.add(velocity[i], alpha=0.9), alpha=-0.7)
+                inner[i].copy_(torch.lerp(inner[i], outer[i], 1.0 - mix))
+    return outer, inner
+
+
+@pytest.mark.parametrize(
+    ("fragments", "sends", "delay", "mix"),
+    [
+        (1, {8: (0, 1, 2, 3)}, 0, 0.0),
+        (2, {4: (0,), 8: (1, 2, 3)}, 0, 0.0),
+        (2, {4: (0,), 8: (1, 2, 3)}, 3, 0.5),
+        (4, {2: (0,), 4: (1,), 6: (2,), 8: (3,)}, 1, 0.25),
+    ],
+)
+def test_outer_and_inner_parameters_equal_the_reference_bitwise(fragments, sends, delay, mix):
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = elastic.DiLoCo(model, inner, every=8, fragments=fragments, delay=delay, mix=mix)
+    for step in range(1, 45):
+        inner_step(model, inner, step)
+        diloco.step()
+    outer, wanted = streaming_reference(44, sends, delay, mix)
+    assert diloco.round == 5
+    assert all(map(torch.equal, diloco.outer, outer))
+    assert all(map(torch.equal, model.parameters(), wanted))
+
+
 def test_bfloat16_halves_the_bytes_sent():
     sizes = {}
     for dtype in (None, torch.bfloat16):
