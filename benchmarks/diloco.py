@@ -9,7 +9,8 @@ limited rate, and delays each packet in each direction. Requires root; `stall` a
 speed    A turn is a round of inner steps without exchange, or with DiLoCo, or as many seconds of DDP over Gloo as a
          few steps take. Turns alternate in the same processes, and the slowest worker's time counts.
 traffic  Bytes that leave a host, from the counters of its interface, which include headers. Inner steps sleep.
-loss     Validation loss after equal numbers of tokens, without namespaces, because the network does not affect it.
+loss     Validation loss after equal numbers of tokens, without namespaces, because the network does not affect it. With
+         several --learning-rates, each training runs once with each rate, and the lowest loss of each counts.
 stall    Workers of a job are killed in turns: see diloco_faults.py. With islands also rank 0 and all workers of a host,
          and the link is cut once.
 goodput  A worker of the job is killed at regular intervals.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import statistics
@@ -63,12 +65,15 @@ FORMATS: dict[str, Any] = {
     "int4": "int4",
 }
 STREAMED: dict[str, Any] = {"fragments": FRAGMENTS, "delay": DELAY}
+NO_MOMENTUM: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 TRAININGS: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "whole rounds, float32": {},
     **{f"streamed, {name}": STREAMED | {"dtype": FORMATS[name]} for name in FORMATS},
     "streamed, bfloat16, mix 0": STREAMED | {"dtype": torch.bfloat16, "mix": 0.0},
     "streamed, bfloat16, outer lr 0.4": STREAMED | {"dtype": torch.bfloat16, "outer_lr": 0.4},
+    "streamed, bfloat16, no momentum": STREAMED | {"dtype": torch.bfloat16} | NO_MOMENTUM,
+    "whole rounds, float32, no momentum": {**NO_MOMENTUM},
 }
 LR = 3e-3
 BATCH = 4
@@ -99,6 +104,19 @@ class Traffic:
     payload: int
     sent: int
     peak: int
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Validation loss after a training, in nats per byte.
+
+    Args:
+        learning_rate: highest inner learning rate.
+    """
+
+    training: str
+    learning_rate: float
+    loss: float
 
 
 # ---- in each rank --------------------------------------------------------------------------------
@@ -205,35 +223,35 @@ def work(given: dict[str, Any]) -> None:
     groups.leave()
 
 
-def losses(names: list[str], train_steps: int, seed: int) -> dict[str, float]:
-    """Return validation losses in nats per byte after the same tokens, by variant. Collective."""
+def losses(names: list[str], rates: list[float], train_steps: int, seed: int) -> list[Loss]:
+    """Return the losses after the same tokens, by learning rate and training. Collective."""
     sys.path.append(str(models.EXAMPLES))
     from gpt_model import GPT, Windows, standard_library
 
     context = 128
     training, validation = (Windows(text, context) for text in standard_library(4_000_000))
-    rank, found = distributed.get_rank(), {}
-    for name in names:
+    rank, found = distributed.get_rank(), list[Loss]()
+    for highest, name in itertools.product(rates, names):
         options = dict(TRAININGS[name])
         torch.manual_seed(seed)
         model = GPT(layers=4, width=128, heads=4, context=context)
         predict: torch.nn.Module = model
         optimizer = torch.optim.AdamW(
-            model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1
+            model.parameters(), lr=highest, betas=(0.9, 0.95), weight_decay=0.1
         )
         diloco = None
         if name == "synchronous":
             predict = DistributedDataParallel(model)
         else:
-            rate = options.pop("outer_lr", 0.7)
+            outer_rate, momentum = options.pop("outer_lr", 0.7), options.pop("outer_momentum", 0.9)
             outer_optimizer = torch.optim.SGD(
-                model.parameters(), lr=rate, momentum=0.9, nesterov=True
+                model.parameters(), lr=outer_rate, momentum=momentum, nesterov=momentum > 0
             )
             diloco = elastic.DiLoCo(model, optimizer, outer_optimizer, every=EVERY, **options)
         draw = torch.Generator().manual_seed(1000 * seed + rank)
         for step in range(train_steps):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, train_steps)
+                group["lr"] = learning_rate(step, train_steps, highest)
             chosen = torch.randint(len(training), (BATCH,), generator=draw).tolist()
             batch = torch.stack([training[index] for index in chosen])
             logits = predict(batch[:, :-1])
@@ -251,14 +269,17 @@ def losses(names: list[str], train_steps: int, seed: int) -> dict[str, float]:
         groups.same_everywhere("parameters", list(model.parameters()))
         with torch.no_grad():
             rows = [validation[index] for index in range(min(256, len(validation)))]
-            found[name] = statistics.fmean(model.loss(row[None]).item() for row in rows)
+            loss = statistics.fmean(model.loss(row[None]).item() for row in rows)
+        found.append(Loss(name, highest, loss))
+        if rank == 0:
+            print(f"{name}, learning rate {highest:g}: {loss:.4f}", file=sys.stderr, flush=True)
     return found
 
 
-def learning_rate(step: int, train_steps: int) -> float:
-    """Return the rate of examples/gpt.py."""
+def learning_rate(step: int, train_steps: int, highest: float) -> float:
+    """Return the rate of examples/gpt.py, which rises to ``highest`` and then falls."""
     rising = min(1.0, (step + 1) / (0.05 * train_steps))
-    return LR * rising * (0.525 + 0.475 * math.cos(math.pi * step / train_steps))
+    return highest * rising * (0.525 + 0.475 * math.cos(math.pi * step / train_steps))
 
 
 # ---- the hosts -----------------------------------------------------------------------------------
@@ -360,12 +381,26 @@ def traffic_marks(answers: Sequence[Traffic]) -> list[Mark]:
     return marks
 
 
-def loss_marks(found: Mapping[str, float]) -> list[Mark]:
-    reference = found["synchronous"]
+def loss_table(found: Sequence[Loss], title: str) -> Table:
+    rates = list(dict.fromkeys(each.learning_rate for each in found))
+    by_training: dict[str, list[str]] = {}
+    for each in found:  # in the order of the rates
+        by_training.setdefault(each.training, []).append(f"{each.loss:.4f}")
+    shown = results_output.table(title, "", *(f"learning rate {rate:g}" for rate in rates))
+    for name, cells in by_training.items():
+        shown.add_row(name, *cells)
+    return shown
+
+
+def loss_marks(found: Sequence[Loss]) -> list[Mark]:
+    """Compare the lowest loss of each training with the lowest loss of synchronous training."""
+    lowest: dict[str, float] = {}
+    for each in found:
+        lowest[each.training] = min(each.loss, lowest.get(each.training, math.inf))
+    reference = lowest.pop("synchronous")
     return [
         Mark(f"validation loss / synchronous, {name}", 1.01, loss / reference)
-        for name, loss in found.items()
-        if name != "synchronous"
+        for name, loss in lowest.items()
     ]
 
 
@@ -382,6 +417,13 @@ def main() -> None:
         choices=TRAININGS,
         default=[*TRAININGS],
         help="trainings in `loss`",
+    )
+    parser.add_argument(
+        "--learning-rates",
+        nargs="+",
+        type=float,
+        default=[LR],
+        help="highest inner learning rates of the trainings in `loss`",
     )
     parser.add_argument(
         "--islands", action="store_true", help="two workers on each host, which are an island"
@@ -423,13 +465,11 @@ def main() -> None:
             losses,
             len(HOSTS),
             list(dict.fromkeys(["synchronous", *options.trainings])),
+            list(dict.fromkeys(options.learning_rates)),
             options.steps,
             options.seed,
         )
-        shown = results_output.table(f"after {options.steps} steps", "", "validation loss")
-        for name, loss in found.items():
-            shown.add_row(name, f"{loss:.4f}")
-        console.print(shown)
+        console.print(loss_table(found, f"validation loss after {options.steps} steps"))
         marks += loss_marks(found)
     arguments = {"every": EVERY, "fragments": FRAGMENTS, "delay": DELAY} | options.arguments
     arguments["step_s"] = options.step_ms / 1e3

@@ -234,6 +234,21 @@ def test_stalls_when_the_world_changes_then_they_are_the_gaps_around_an_entry():
     assert found.goodput == pytest.approx(1 - 1.05 / 1.65)
 
 
+def test_losses_with_several_learning_rates_then_the_lowest_of_each_training_counts():
+    from diloco import Loss, loss_marks
+
+    losses = {
+        ("synchronous", 3e-3): 2.5,
+        ("streamed", 3e-3): 2.6,
+        ("synchronous", 6e-3): 2.0,
+        ("streamed", 6e-3): 2.1,
+        ("synchronous", 12e-3): 2.4,
+        ("streamed", 12e-3): 2.01,
+    }
+    (mark,) = loss_marks([Loss(*key, loss) for key, loss in losses.items()])
+    assert (mark.wanted, mark.value, mark.met) == (1.01, 2.01 / 2.0, True)
+
+
 def test_longest_gaps_overlap_the_measurement_or_the_quiet_time_after_it():
     from bandwidth_check import longest_gaps, measurements, quiet_windows
     from elastic.driver.events import BandwidthMeasured, MeasureBandwidth
