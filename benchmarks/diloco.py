@@ -22,8 +22,6 @@ import argparse
 import copy
 import itertools
 import json
-import math
-import statistics
 import sys
 import tempfile
 import time
@@ -75,8 +73,6 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "streamed, bfloat16, no momentum": STREAMED | {"dtype": torch.bfloat16} | NO_MOMENTUM,
     "whole rounds, float32, no momentum": {**NO_MOMENTUM},
 }
-LR = 3e-3
-BATCH = 4
 COUNTER = Path(__file__).with_name("link_counter.py")
 
 
@@ -132,7 +128,9 @@ class Inner:
         self.predict: torch.nn.Module = self.training
         if group is not None:
             self.predict = DistributedDataParallel(self.training, process_group=group)
-        self.optimizer = torch.optim.AdamW(self.training.parameters(), lr=LR, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(
+            self.training.parameters(), lr=models.GPT_LR, betas=(0.9, 0.95)
+        )
         self._given = training
         self._steps = 0
 
@@ -223,23 +221,15 @@ def work(given: dict[str, Any]) -> None:
     groups.leave()
 
 
-def losses(names: list[str], rates: list[float], train_steps: int, seed: int) -> list[Loss]:
-    """Return the losses after the same tokens, by learning rate and training. Collective."""
-    sys.path.append(str(models.EXAMPLES))
-    from gpt_model import GPT, Windows, standard_library
-
-    context = 128
-    training, validation = (Windows(text, context) for text in standard_library(4_000_000))
+def losses(
+    names: list[str], rates: list[float], train_steps: int, seed: int, every: int = EVERY
+) -> list[Loss]:
+    """Return validation losses in nats per byte after the same tokens, by learning rate and training. Collective."""
     rank, found = distributed.get_rank(), list[Loss]()
     for highest, name in itertools.product(rates, names):
         options = dict(TRAININGS[name])
-        torch.manual_seed(seed)
-        model = GPT(layers=4, width=128, heads=4, context=context)
-        predict: torch.nn.Module = model
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=highest, betas=(0.9, 0.95), weight_decay=0.1
-        )
-        diloco = None
+        course = models.GptCourse(rank, train_steps, seed, highest)
+        model, predict, diloco = course.model, None, None
         if name == "synchronous":
             predict = DistributedDataParallel(model)
         else:
@@ -247,19 +237,12 @@ def losses(names: list[str], rates: list[float], train_steps: int, seed: int) ->
             outer_optimizer = torch.optim.SGD(
                 model.parameters(), lr=outer_rate, momentum=momentum, nesterov=momentum > 0
             )
-            diloco = elastic.DiLoCo(model, optimizer, outer_optimizer, every=EVERY, **options)
-        draw = torch.Generator().manual_seed(1000 * seed + rank)
+            diloco = elastic.DiLoCo(
+                model, course.optimizer, outer_optimizer, every=every, **options
+            )
         for step in range(train_steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, train_steps, highest)
-            chosen = torch.randint(len(training), (BATCH,), generator=draw).tolist()
-            batch = torch.stack([training[index] for index in chosen])
-            logits = predict(batch[:, :-1])
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), batch[:, 1:].flatten()
-            ).backward()
-            optimizer.step()
+            course.backward(step, predict)
+            course.optimizer.step()
             if diloco is not None:
                 diloco.step()
         if diloco is not None:
@@ -267,19 +250,11 @@ def losses(names: list[str], rates: list[float], train_steps: int, seed: int) ->
                 for mine, outer in zip(diloco.inner, diloco.outer, strict=True):
                     mine.copy_(outer)
         groups.same_everywhere("parameters", list(model.parameters()))
-        with torch.no_grad():
-            rows = [validation[index] for index in range(min(256, len(validation)))]
-            loss = statistics.fmean(model.loss(row[None]).item() for row in rows)
+        loss = models.validation_loss(model)
         found.append(Loss(name, highest, loss))
         if rank == 0:
             print(f"{name}, learning rate {highest:g}: {loss:.4f}", file=sys.stderr, flush=True)
     return found
-
-
-def learning_rate(step: int, train_steps: int, highest: float) -> float:
-    """Return the rate of examples/gpt.py, which rises to ``highest`` and then falls."""
-    rising = min(1.0, (step + 1) / (0.05 * train_steps))
-    return highest * rising * (0.525 + 0.475 * math.cos(math.pi * step / train_steps))
 
 
 # ---- the hosts -----------------------------------------------------------------------------------
@@ -422,7 +397,7 @@ def main() -> None:
         "--learning-rates",
         nargs="+",
         type=float,
-        default=[LR],
+        default=[models.GPT_LR],
         help="highest inner learning rates of the trainings in `loss`",
     )
     parser.add_argument(

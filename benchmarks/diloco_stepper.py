@@ -32,20 +32,6 @@ import tests_on_path  # noqa: F401
 from stress.hosts.training import Notes
 
 
-class Elsewhere(torch.nn.Module):
-    """A model whose forward pass sleeps, and whose gradients are random."""
-
-    def __init__(self, model: torch.nn.Module, step_s: float) -> None:
-        super().__init__()
-        self.model, self.step_s = model, step_s
-
-    def forward(self) -> torch.Tensor:
-        time.sleep(self.step_s)
-        return torch.stack(
-            [(each * torch.randn_like(each)).sum() for each in self.model.parameters()]
-        ).sum()
-
-
 def main(folder: Path, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     notes = Notes(folder / "steps")
@@ -56,7 +42,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     loss: Callable[..., torch.Tensor] = training.loss
     step_s = options.pop("step_s")
     if step_s:
-        predict = Elsewhere(training.model, step_s)
+        predict = models.Elsewhere(training.model, step_s)
         loss = lambda model, *_: model()  # noqa: E731
     if options.pop("islands"):
         predict = DistributedDataParallel(predict, process_group=elastic.island_group())

@@ -10,16 +10,22 @@ The convnet normalizes groups of channels and so keeps no running statistics, wh
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 BATCHES = 8  # per rank; used in turn
+GPT_LR = 3e-3
+COURSE_BYTES = 4_000_000
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -70,9 +76,75 @@ def gpt(rank: int) -> Training:
         return F.cross_entropy(predict(inputs).flatten(0, 1), targets.flatten())
 
     def optimizer() -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        return torch.optim.AdamW(
+            model.parameters(), lr=highest, betas=(0.9, 0.95), weight_decay=0.1
+        )
 
     return Training(model, optimizer, batches, loss)
+
+
+class Elsewhere(nn.Module):
+    """A model whose forward pass sleeps, and whose gradients are random."""
+
+    def __init__(self, model: nn.Module, step_s: float) -> None:
+        super().__init__()
+        self.model, self.step_s = model, step_s
+
+    def forward(self) -> Tensor:
+        time.sleep(self.step_s)
+        return torch.stack(
+            [(each * torch.randn_like(each)).sum() for each in self.model.parameters()]
+        ).sum()
+
+
+class GptCourse:
+    """Training of the GPT from random parameters for ``steps`` steps, with the learning rates of examples/gpt.py.
+
+    Args:
+        rank: whose windows are drawn. The initial parameters depend only on ``seed``.
+        highest: highest learning rate.
+    """
+
+    def __init__(self, rank: int, steps: int, seed: int, highest: float = GPT_LR) -> None:
+        sys.path.append(str(EXAMPLES))
+        from gpt_model import GPT, Windows, standard_library
+
+        torch.manual_seed(seed)
+        self.model = GPT(layers=4, width=128, heads=4, context=128)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=highest, betas=(0.9, 0.95), weight_decay=0.1
+        )
+        self.steps, self.highest = steps, highest
+        self._training = Windows(standard_library(COURSE_BYTES)[0], self.model.context)
+        self._draw = torch.Generator().manual_seed(1000 * seed + rank)
+
+    def backward(self, step: int, predict: nn.Module | None = None) -> None:
+        """Set the learning rate of a step, and compute its gradients. ``predict`` wraps the model."""
+        rate = learning_rate(step, self.steps, self.highest)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        chosen = torch.randint(len(self._training), (4,), generator=self._draw).tolist()
+        batch = torch.stack([self._training[index] for index in chosen])
+        logits = (predict or self.model)(batch[:, :-1])
+        self.optimizer.zero_grad()
+        F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
+
+
+@torch.no_grad()
+def validation_loss(gpt: Any) -> float:
+    """Return the mean loss of a GPT in nats per byte, on text that `GptCourse` does not train."""
+    from gpt_model import Windows, standard_library
+
+    windows = Windows(standard_library(COURSE_BYTES)[1], gpt.context)
+    return statistics.fmean(
+        gpt.loss(windows[index][None]).item() for index in range(min(256, len(windows)))
+    )
+
+
+def learning_rate(step: int, steps: int, highest: float) -> float:
+    """Return the rate of examples/gpt.py, which rises to ``highest`` and then falls."""
+    rising = min(1.0, (step + 1) / (0.05 * steps))
+    return highest * rising * (0.525 + 0.475 * math.cos(math.pi * step / steps))
 
 
 class Residual(nn.Module):
