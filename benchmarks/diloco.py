@@ -22,6 +22,7 @@ import argparse
 import copy
 import itertools
 import json
+import math
 import sys
 import tempfile
 import time

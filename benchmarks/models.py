@@ -76,9 +76,7 @@ def gpt(rank: int) -> Training:
         return F.cross_entropy(predict(inputs).flatten(0, 1), targets.flatten())
 
     def optimizer() -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            model.parameters(), lr=highest, betas=(0.9, 0.95), weight_decay=0.1
-        )
+        return torch.optim.AdamW(model.parameters(), lr=GPT_LR, betas=(0.9, 0.95), weight_decay=0.1)
 
     return Training(model, optimizer, batches, loss)
 

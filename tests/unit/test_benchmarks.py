@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.golden import raises, recorded
+from stress.hosts.steps import COMMITTED, ENTERED, Note, WorkerNotes
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -212,7 +213,6 @@ def test_sent_bytes_when_read_then_they_are_those_of_the_named_interface():
 def test_stalls_when_the_world_changes_then_they_are_the_gaps_around_an_entry():
     import diloco_faults
     from diloco_faults import JOIN, RANK_0, WORKER, Fault
-    from stress.hosts.steps import COMMITTED, ENTERED, Note, WorkerNotes
 
     notes = [Note(0.0, ENTERED, 0, 2)]
     notes += [Note(0.1 * step, COMMITTED, step, 2) for step in range(1, 5)]
@@ -249,11 +249,74 @@ def test_losses_with_several_learning_rates_then_the_lowest_of_each_training_cou
     assert (mark.wanted, mark.value, mark.met) == (1.01, 2.01 / 2.0, True)
 
 
+def _trained(host: str, *, begin: float, end: float, step_s: float = 0.125) -> WorkerNotes:
+    """Notes of a worker that takes inner steps of equal duration, in a world of two."""
+    times = [begin + step_s * number for number in range(int((end - begin) / step_s) + 1)]
+    return WorkerNotes(host, [Note(at, COMMITTED, n, 2) for n, at in enumerate(times)])
+
+
+def test_outage_when_the_world_shrinks_and_grows_then_both_gaps_count_separately():
+    from diloco_outages import SETTLE, Kill, Outage, outage_of
+
+    step = 0.125
+    notes = [*_trained("a", begin=0.0, end=10.0).notes, Note(10.5, ENTERED, 81, 1)]
+    notes += [Note(10.625, COMMITTED, 81, 1), Note(12.0, ENTERED, 82, 2)]
+    notes += [Note(12.625 + step * n, COMMITTED, 82 + n, 2) for n in range(SETTLE + 9)]
+    kill = Kill(7, 10.0625, 12.625)
+    outage = outage_of(WorkerNotes("a", notes), kill, 2)
+    assert outage is not None
+    assert (outage.kill_ms, outage.join_ms) == (500.0, 1875.0)
+    assert outage.lost_s == pytest.approx(0.5 + 1.875)
+    unchanged = [each for each in notes if each.kind == COMMITTED]
+    both = outage_of(WorkerNotes("a", unchanged), kill, 2)
+    assert both == Outage("a", 1875.0, None, outage.lost_s)
+
+
+def test_outage_when_a_worker_was_killed_or_started_later_then_it_is_no_survivor():
+    from diloco_outages import Kill, outage_of
+
+    kill = Kill(7, 5.0, 8.0)
+    assert outage_of(_trained("a", begin=0.0, end=5.0), kill, 2) is None
+    assert outage_of(_trained("b", begin=8.0, end=20.0), kill, 2) is None
+    assert outage_of(_trained("c", begin=0.0, end=20.0), kill, 2) is not None
+
+
+def test_steps_in_no_merge_when_a_fragment_has_never_merged_then_all_its_steps_count():
+    from diloco_outages import DELAY, in_no_merge
+
+    commits = [float(n) for n in range(30)]
+    assert in_no_merge(commits, [5.5, 9.5, 19.5, 27.5], 2) == (10 + 2) / 2 + DELAY
+    assert in_no_merge(commits, [27.5], 2) == ((2 + DELAY) + 30) / 2
+    assert in_no_merge(commits, [], 2) == 30
+
+
+def test_side_when_digests_of_a_merge_differ_then_it_is_counted():
+    from diloco_outages import Kill, Quiet, side_of
+
+    workers = {7: _trained("a", begin=0.0, end=5.0), 8: _trained("b", begin=0.0, end=20.0)}
+    records = {
+        7: [{"at": 1.0, "what": "merged", "merges": 1, "digest": "x"}],
+        8: [
+            {"at": 1.0, "what": "merged", "merges": 1, "digest": "y"},
+            {"at": 2.0, "what": "merged", "merges": 2, "digest": "z"},
+            {"at": 5.5, "what": "failed", "lost": 12.5},
+            {"at": 5.6, "what": "entered", "lost": 0},
+        ],
+    }
+    quiet = Quiet(6000.0, 125.0, 1000)
+    side = side_of("torchft", quiet, workers, records, [Kill(7, 5.0625, 8.0)], 2)
+    assert [each.host for each in side.outages] == ["b"]
+    assert (side.merges, side.differing) == (2, 1)
+    assert side.undone == [12.5]
+    assert side.restart_s == [pytest.approx(2.9375)]
+    [victim] = side.victims
+    assert victim == ((32 + 10) + 3 * 41) / 4
+
+
 def test_longest_gaps_overlap_the_measurement_or_the_quiet_time_after_it():
     from bandwidth_check import longest_gaps, measurements, quiet_windows
     from elastic.driver.events import BandwidthMeasured, MeasureBandwidth
     from elastic.driver.journal.entries import Entry
-    from stress.hosts.steps import COMMITTED, Note, WorkerNotes
 
     result, request = BandwidthMeasured("d", "a", 1e6, 1e6), MeasureBandwidth("d", "a")
     entries = [Entry(1.0, result), Entry(2.0, result, [request]), Entry(2.1, result, [request])]
