@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from elastic.collectives.interface import Collectives, Op, Work
+
+if TYPE_CHECKING:
+    import torch
 
 LIMIT = 128 << 10  # maximum size in bytes of a value that is sent through the store
 _SENT, _TOO_LARGE = b"\0", b"\1"

@@ -129,7 +129,7 @@ def _lose_root(rank: int) -> bool | None:
 
         def broadcast(tensor: torch.Tensor, root: int) -> Any:
             calls.append(tensor)
-            if len(calls) > 3:
+            if len(calls) > 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             work = real(tensor, root)
             work.wait()
