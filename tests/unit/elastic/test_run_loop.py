@@ -145,6 +145,32 @@ def test_step_of_a_received_state_is_known_before_its_commit_is_reported(sharded
     assert reported == [1]
 
 
+@pytest.mark.parametrize(("rank", "compared"), [(0, True), (2, True), (1, False), (3, False)])
+def test_digest_of_a_copy_when_another_rank_than_0_sends_then_it_is_not_reported(rank, compared):
+    place, commit = Place(rank, 4, rank // 2, 2, rank % 2, 2), Commit(3, 5)
+    copies = [[0, 2], [1, 3]]
+    world = World(4, place, Address("h", 1), 2, commit, "h:1#2 joined", copies=copies)
+    rt, state = MagicMock(spec=WorkerRuntime), create_autospec(State, instance=True)
+    rt.alone, rt.session, rt.worlds, rt.commits, rt.place, rt.kept_variables = (
+        False, MagicMock(), MagicMock(), MagicMock(), place, MagicMock(),
+    )  # fmt: skip
+    rt.session.recovery.newcomer = False
+    rt.worlds.next.return_value = world
+    state.layout.return_value = ""
+    state.is_sharded.return_value = False
+    state.transfer.return_value = 100
+    rt.commits.went_back.return_value = False
+    with (
+        patch.object(durable, "entered"),
+        patch.object(following_group, "follow"),
+        patch.object(following_group, "settle"),
+        patch.object(process_sets, "bring"),
+        patch.object(run_loop, "has_custom_sync", return_value=False),
+    ):
+        run_loop._enter_world(rt, state, "", first=False)
+    assert rt.commits.report_digest.called == compared
+
+
 @pytest.mark.parametrize("holders", [0, 1])
 def test_values_that_receivers_hold_are_omitted_only_if_ranks_share_a_commit(holders):
     commit = Commit(3, 5) if holders else None
