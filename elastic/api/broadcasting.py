@@ -197,7 +197,7 @@ def broadcast_object_among(
         )
 
     here = is_root(root_rank, _CPU, members)
-    blob = _pickled(obj) if here else bytearray()
+    blob = pickled(obj) if here else bytearray()
     length = torch.tensor(len(blob), dtype=torch.int64, device=_CPU)
     broadcast_from_root(length, "length")
     if not here:
@@ -222,7 +222,7 @@ def allgather_object(
         PeerLost: a worker was lost.
         Exception: ``obj`` cannot be pickled.
     """
-    blob = torch.frombuffer(_pickled(obj), dtype=torch.uint8)
+    blob = torch.frombuffer(pickled(obj), dtype=torch.uint8)
     length = torch.tensor([len(blob)], dtype=torch.int64, device=_CPU)
     lengths = allgather(length, _child(name, "length"), process_set).tolist()
     blobs = torch.split(allgather(blob, _child(name, "content"), process_set), lengths)
@@ -361,7 +361,8 @@ def _compare(what: str, lines: list[str], process_set: ProcessSet) -> None:
         )
 
 
-def _pickled(obj: Any) -> bytearray:
+def pickled(obj: Any) -> bytearray:
+    """Pickle an object for other ranks. See `broadcast_object`."""
     buffer = io.BytesIO()
     Pickler(buffer).dump(obj)
     return bytearray(buffer.getbuffer())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import _world as torchs_groups
 
+from elastic.api.broadcasting import pickled
 from elastic.collectives import object_exchange
 from elastic.diloco.islands import Islands
 from elastic.errors import Invalid
@@ -69,16 +71,19 @@ class IslandGroup(ElasticProcessGroup):
         self.broadcast([tensor], root=self.ranks.index(root)).wait()
 
     def broadcast_object(self, value: Any, root: int) -> Any:
-        """Broadcast any picklable value from a rank of the world, and return it.
+        """Broadcast any picklable value from a rank of the world, and return it. See `broadcast_object`.
 
         Raises:
             PeerLost: a rank was lost.
         """
         assert self.ranks is not None
         rt = lifecycle.current()
+        sends = rt.place.rank == root
+        content = pickled(value) if sends else b""
         group = rt.group(PURPOSE, torch.device("cpu"), self.ranks)
         with rt.guard("state of the island"):
-            return object_exchange.broadcast(group, value, self.ranks.index(root))
+            content = object_exchange.broadcast_bytes(group, content, self.ranks.index(root))
+        return value if sends else pickle.loads(content)
 
     def rows(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Gather a tensor from each member of the island, in rank order.
