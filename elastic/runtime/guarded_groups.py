@@ -94,7 +94,8 @@ class GuardedGroups:
         rank, numbers = ranks.index(place.rank), itertools.count()
 
         def swap(blob: bytes) -> list[bytes]:
-            key = f"{name} of {','.join(map(str, ranks))}/{next(numbers)}"
+            # differs from every `group_factory.meeting`, at which a group of the same name may be connecting
+            key = f"{name} value {next(numbers)} of {','.join(map(str, ranks))}"
             return store.exchange(key, rank, len(ranks), blob, limit_s)
 
         return DistantGroup(rank, len(ranks), swap, form)

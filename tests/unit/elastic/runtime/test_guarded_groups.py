@@ -1,0 +1,39 @@
+"""Names of what the ranks of a world exchange through its store."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest.mock import create_autospec
+
+import pytest
+
+from elastic.collectives.distant_group import DistantGroup
+from elastic.collectives.groups import group_factory
+from elastic.protocol.messages import STATE, Place
+from elastic.rendezvous import environment
+from elastic.rendezvous.store import Store
+from elastic.runtime.guarded_groups import GuardedGroups
+from elastic.runtime.link import Link
+from elastic.runtime.process_groups import Groups
+from elastic.runtime.progress import ProgressCounter
+from elastic.runtime.session import Session
+
+
+@pytest.mark.parametrize("ranks", [(0, 3), (0, 2, 3), (0, 1, 2, 3)])
+def test_values_of_a_copy_have_other_keys_than_the_group_that_connects(ranks):
+    session = Session(
+        dataclasses.replace(environment.read({}), elastic=True),
+        create_autospec(Link, instance=True),
+    )
+    session.recovery.place = Place(0, 4, 0, 2, 0, 2)
+    session.groups = create_autospec(Groups, instance=True)
+    store = session.groups.store = create_autospec(Store, instance=True)
+    store.exchange.return_value = [b""] * len(ranks)
+    group = GuardedGroups(session, ProgressCounter()).copy_group(STATE, ranks)
+    assert isinstance(group, DistantGroup)
+    for _ in range(6):
+        group.swap(b"")
+    keys = [call.args[0] for call in store.exchange.call_args_list]
+    assert len(set(keys)) == 6
+    for name in (STATE, f"{STATE} of {','.join(map(str, ranks))}"):
+        assert group_factory.meeting(name, "cpu", len(ranks)) not in keys
