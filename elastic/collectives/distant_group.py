@@ -7,7 +7,8 @@ state does not have to wait for them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from elastic.collectives.interface import Collectives, Op, Work
@@ -15,7 +16,7 @@ from elastic.collectives.interface import Collectives, Op, Work
 if TYPE_CHECKING:
     import torch
 
-LIMIT = 128 << 10  # maximum size in bytes of a value that is sent through the store
+LIMIT = 128 << 10  # maximum size in bytes of what a rank receives through the store in an exchange
 _SENT, _TOO_LARGE = b"\0", b"\1"
 
 
@@ -41,7 +42,7 @@ class DistantGroup:
         self.swap = swap
         self._form = form
 
-    def broadcast_short(self, content: bytes, root: int) -> bytes | None:
+    def broadcast_short(self, content: bytes | bytearray, root: int) -> bytes | None:
         """Broadcast the bytes of rank ``root``, and return them. Return None on all ranks if they exceed `LIMIT`.
 
         Raises:
@@ -50,6 +51,23 @@ class DistantGroup:
         sent = _SENT + content if len(content) <= LIMIT else _TOO_LARGE
         received = self.swap(sent if self.rank == root else b"")[root]
         return received[1:] if received.startswith(_SENT) else None
+
+    def any_of(self, flags: Sequence[bool]) -> list[bool] | None:
+        """Return, for each flag, whether it is set on at least one rank.
+
+        All ranks pass the same number of flags. Return None on all ranks if the flags of all ranks exceed `LIMIT`.
+
+        Raises:
+            CollectiveFailed: a rank was lost.
+        """
+        size = len(flags) // 8 + 1
+        if self.size * size > LIMIT:
+            return None
+        # The leading bit keeps the number of flags.
+        mine = int("1" + "".join("1" if flag else "0" for flag in flags), 2)
+        blobs = self.swap(mine.to_bytes(size, "big"))
+        found = functools.reduce(operator.or_, (int.from_bytes(each, "big") for each in blobs))
+        return [bit == "1" for bit in f"{found:b}"[1:]]
 
     @functools.cached_property
     def _tensors(self) -> Collectives:

@@ -62,8 +62,12 @@ def broadcast(group: Collectives, value: Any, root: int) -> Any:
     return pickle.loads(broadcast_bytes(group, b"", root))
 
 
-def broadcast_bytes(group: Collectives | DistantGroup, content: bytes, root: int) -> bytes:
+def broadcast_bytes(
+    group: Collectives | DistantGroup, content: bytes | bytearray, root: int
+) -> bytes | bytearray:
     """Broadcast the bytes of rank ``root`` to all ranks, and return them. Other ranks' ``content`` is ignored.
+
+    A bytearray is sent without being copied.
 
     Raises:
         CollectiveFailed: a rank was lost.
@@ -72,22 +76,19 @@ def broadcast_bytes(group: Collectives | DistantGroup, content: bytes, root: int
         received = group.broadcast_short(content, root)
         if received is not None:
             return received
-    sends = group.rank == root
-    given = _tensor(content)
-    first = _first(given) if sends else torch.empty(_FIRST, dtype=torch.uint8, device="cpu")
-    group.broadcast(first, root).wait()
-    length = int(first[:_LENGTH].view(torch.int64)[0])
-    short = first[_LENGTH : _LENGTH + length]
-    missing = length - len(short)
-    if missing:
-        rest = (
-            given[len(short) :].clone()
-            if sends
-            else torch.empty(missing, dtype=torch.uint8, device="cpu")
-        )
-        group.broadcast(rest, root).wait()
-        short = torch.cat((short, rest))
-    return content if sends else short.numpy().tobytes()
+    if group.rank == root:
+        whole = _tensor(content)
+        group.broadcast(_first(whole), root).wait()
+    else:
+        first = torch.empty(_FIRST, dtype=torch.uint8, device="cpu")
+        group.broadcast(first, root).wait()
+        content = bytearray(int(first[:_LENGTH].view(torch.int64)[0]))
+        whole = _tensor(content)
+        short = whole[: _FIRST - _LENGTH]
+        short.copy_(first[_LENGTH : _LENGTH + len(short)])
+    if len(whole) > _FIRST - _LENGTH:
+        group.broadcast(whole[_FIRST - _LENGTH :], root).wait()
+    return content
 
 
 def any_of(group: Collectives | DistantGroup, flags: Sequence[bool]) -> list[bool]:
@@ -97,7 +98,9 @@ def any_of(group: Collectives | DistantGroup, flags: Sequence[bool]) -> list[boo
         CollectiveFailed: a rank was lost.
     """
     if isinstance(group, DistantGroup):
-        return [any(each) for each in zip(*group.swap(bytes(flags)), strict=True)]
+        found_flags = group.any_of(flags)
+        if found_flags is not None:
+            return found_flags
     found = torch.tensor(flags, dtype=torch.int64, device="cpu")
     group.allreduce(found, Op.MAX).wait()
     return [bool(each) for each in found.tolist()]
@@ -116,7 +119,10 @@ def _bytes(value: Any) -> torch.Tensor:
     return _tensor(pickle.dumps(value))
 
 
-def _tensor(content: bytes) -> torch.Tensor:
+def _tensor(content: bytes | bytearray) -> torch.Tensor:
+    """Return the bytes as a tensor, which shares the memory of a bytearray."""
     if not content:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    if isinstance(content, bytes):
+        content = bytearray(content)
+    return torch.frombuffer(content, dtype=torch.uint8)

@@ -118,3 +118,36 @@ def test_a_flag_of_any_rank_is_set_on_all(distant):
         return object_exchange.any_of(group, [rank == 0, rank > 3])
 
     assert on_ranks(run) == [[True, False]] * 3
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 9])
+def test_flags_of_distant_ranks_are_sent_as_bits(count):
+    sizes = []
+
+    def run(rank: int, threads: ThreadsGroup) -> Any:
+        def swap(blob: bytes) -> list[bytes]:
+            sizes.append(len(blob))
+            return threads.swap(blob)
+
+        flags = [number % 3 == rank for number in range(count)]
+        return object_exchange.any_of(DistantGroup(rank, 3, swap, never), flags)
+
+    assert on_ranks(run) == [[True] * count] * 3
+    assert max(sizes) <= count // 8 + 1
+
+
+def test_distant_ranks_are_connected_for_many_flags():
+    count = distant_group.LIMIT * 8 // 3 + 8
+    formed = []
+
+    def run(rank: int, threads: ThreadsGroup) -> Any:
+        def form() -> Any:
+            formed.append(rank)
+            return threads
+
+        flags = [False] * count
+        flags[rank] = True
+        return object_exchange.any_of(DistantGroup(rank, 3, never, form), flags)
+
+    assert on_ranks(run) == [[True] * 3 + [False] * (count - 3)] * 3
+    assert sorted(formed) == [0, 1, 2]
