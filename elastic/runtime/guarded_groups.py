@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from elastic.collectives import own_gpu, threads
+from elastic.collectives import own_gpu
 from elastic.collectives.distant_group import DistantGroup
 from elastic.collectives.groups.group_factory import MESSAGES
 from elastic.collectives.interface import Collectives
@@ -249,9 +250,14 @@ class StoreExchange:
     ) -> None:
         self._blobs: list[bytes] = []
         self._error: CollectiveFailed | None = None
-        self._thread = threads.begin(
-            "elastic-exchange", self._run, store, key, rank, size, blob, timeout_s
+        # Not begun by `threads.begin`: it runs no code of torch, so an exiting process need not wait for other ranks.
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(store, key, rank, size, blob, timeout_s),
+            name="elastic-exchange",
+            daemon=True,
         )
+        self._thread.start()
 
     def _run(
         self, store: Store, key: str, rank: int, size: int, blob: bytes, timeout_s: float

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from unittest.mock import create_autospec
 
 import pytest
 
+from elastic.collectives import threads
 from elastic.collectives.distant_group import DistantGroup
 from elastic.collectives.groups import group_factory
 from elastic.protocol.messages import STATE, Place
 from elastic.rendezvous import environment
 from elastic.rendezvous.store import Store
-from elastic.runtime.guarded_groups import GuardedGroups
+from elastic.runtime.guarded_groups import GuardedGroups, StoreExchange
 from elastic.runtime.link import Link
 from elastic.runtime.process_groups import Groups
 from elastic.runtime.progress import ProgressCounter
@@ -37,3 +39,14 @@ def test_values_of_a_copy_have_other_keys_than_the_group_that_connects(ranks):
     assert len(set(keys)) == 6
     for name in (STATE, f"{STATE} of {','.join(map(str, ranks))}"):
         assert group_factory.meeting(name, "cpu", len(ranks)) not in keys
+
+
+def test_exchange_in_the_background_does_not_delay_the_exit(monkeypatch):
+    monkeypatch.setattr(threads, "_begun", set())
+    ends = threading.Event()
+    store = create_autospec(Store, instance=True)
+    store.exchange.side_effect = lambda *_: [b"x"] if ends.wait(10.0) else []
+    exchange = StoreExchange(store, "islands", 0, 2, b"x", 10.0)
+    assert threads.finish(0.0)
+    ends.set()
+    assert exchange.wait() == [b"x"]
