@@ -88,7 +88,8 @@ class GuardedGroups:
         """Return the group in which these ranks copy values. See `WorkerRuntime.copy_group`."""
         groups, place = self._session.groups, self._session.recovery.place
         form = functools.partial(self.group, STATE, torch.device("cpu"), ranks)
-        if not place.several_hosts:
+        # Only rank 0 sends to other hosts: see `World.copies`.
+        if not place.several_hosts or ranks[0] != 0:
             return form()
         store, limit_s = groups.store, self._session.env.collective_timeout_s
         assert store is not None, "a world of several ranks has a store"

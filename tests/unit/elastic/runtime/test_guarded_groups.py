@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
@@ -18,6 +19,7 @@ from elastic.runtime.guarded_groups import GuardedGroups, StoreExchange
 from elastic.runtime.link import Link
 from elastic.runtime.process_groups import Groups
 from elastic.runtime.progress import ProgressCounter
+from elastic.runtime.recovery import Phase
 from elastic.runtime.session import Session
 
 
@@ -28,8 +30,9 @@ def test_values_of_a_copy_have_other_keys_than_the_group_that_connects(ranks):
         create_autospec(Link, instance=True),
     )
     session.recovery.place = Place(0, 4, 0, 2, 0, 2)
-    session.groups = create_autospec(Groups, instance=True)
-    store = session.groups.store = create_autospec(Store, instance=True)
+    groups: Any = create_autospec(Groups, instance=True)
+    store = groups.store = create_autospec(Store, instance=True)
+    session.groups = groups
     store.exchange.return_value = [b""] * len(ranks)
     group = GuardedGroups(session, ProgressCounter()).copy_group(STATE, ranks)
     assert isinstance(group, DistantGroup)
@@ -50,3 +53,17 @@ def test_exchange_in_the_background_does_not_delay_the_exit(monkeypatch):
     assert threads.finish(0.0)
     ends.set()
     assert exchange.wait() == [b"x"]
+
+
+def test_values_of_a_copy_on_one_host_need_no_store():
+    session = Session(
+        dataclasses.replace(environment.read({}), elastic=True),
+        create_autospec(Link, instance=True),
+    )
+    session.recovery.phase = Phase.TRAINING
+    session.recovery.place = Place(1, 4, 0, 2, 1, 2)
+    session.recovery.provisional = False
+    groups: Any = create_autospec(Groups, instance=True)
+    session.groups = groups
+    group = GuardedGroups(session, ProgressCounter()).copy_group(STATE, (1, 3))
+    assert group is groups.find.return_value
