@@ -8,6 +8,7 @@ cloudpickle.
 
 from __future__ import annotations
 
+import io
 import operator
 import pickle
 import sys
@@ -38,6 +39,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             content = value.detach().cpu().reshape(-1).view(torch.uint8)
             return _viewed, (content, value.dtype, value.shape, value.requires_grad)
         return super().reducer_override(value)
+
+
+def pickled(value: object) -> bytearray:
+    """Pickle an object for other workers. Raises pickle's exceptions."""
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return bytearray(buffer.getbuffer())
 
 
 def _defined_by_the_script(value: type | FunctionType) -> bool:

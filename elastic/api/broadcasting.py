@@ -9,7 +9,6 @@ tensors. If these differ, every rank raises an error and no tensor is changed.
 from __future__ import annotations
 
 import hashlib
-import io
 import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,7 +20,7 @@ from elastic.collectives.interface import Op
 from elastic.errors import Invalid
 from elastic.negotiation.process_sets import ProcessSet, global_process_set, resolve
 from elastic.negotiation.submission import is_root, start_broadcast, synchronize
-from elastic.pickling import Pickler
+from elastic.pickling import pickled
 
 _CPU = torch.device("cpu")
 # maximum number of bytes packed into one broadcast; larger tensors are sent separately
@@ -182,13 +181,7 @@ def broadcast_object(
 
         epoch = hvd.broadcast_object(epoch, root_rank=0)
     """
-    return broadcast_object_among(obj, root_rank, name, resolve(process_set))
-
-
-def broadcast_object_among(
-    obj: Any, root_rank: int, name: str | None, members: tuple[int, ...] | None
-) -> Any:
-    """Broadcast an object as `broadcast_object` does, among the ranks ``members`` (None: among all ranks)."""
+    members = resolve(process_set)
 
     def broadcast_from_root(tensor: torch.Tensor, suffix: str) -> None:
         child = _child(name, suffix)
@@ -359,13 +352,6 @@ def _compare(what: str, lines: list[str], process_set: ProcessSet) -> None:
         raise ValueError(
             f"{what} differ between ranks in number, name, shape or dtype: build the same model on every rank"
         )
-
-
-def pickled(obj: Any) -> bytearray:
-    """Pickle an object for other ranks. See `broadcast_object`."""
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(obj)
-    return bytearray(buffer.getbuffer())
 
 
 def _child(name: str | None, part: str) -> str | None:

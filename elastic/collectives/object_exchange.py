@@ -1,4 +1,8 @@
-"""Exchange of Python objects between the ranks of a group, through the group's collectives."""
+"""Exchange of Python objects between the ranks of a group, through the group's collectives.
+
+The objects are this package's own, for which plain pickle suffices: it takes a sixth of the time of
+`elastic.pickling.pickled`, which values of scripts need.
+"""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _world as torchs_groups
 
-from elastic.api.broadcasting import pickled
 from elastic.collectives import object_exchange
 from elastic.diloco.islands import Islands
 from elastic.errors import Invalid
+from elastic.pickling import pickled
 from elastic.protocol.islands import island_of
 from elastic.runtime import lifecycle
 from elastic.runtime.guarded_groups import StoreExchange

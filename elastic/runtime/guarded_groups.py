@@ -271,6 +271,8 @@ class StoreExchange:
     def wait(self) -> list[bytes]:
         """Return the bytes of all ranks, by rank. Call this under `WorkerRuntime.guard`.
 
+        The wait ends at the latest at the timeout of the exchange.
+
         Raises:
             CollectiveFailed: a rank was lost or late.
         """

@@ -137,8 +137,7 @@ class Groups:
             secret=self._env.secret,
             keeps=world.place.several_hosts and 0 < world.place.rank < KEEPING_RANKS,
         )
-        joins = self._place is None and 0 < world.holders <= world.place.rank
-        self._negotiates |= joins
+        self._negotiates |= self._place is None and 0 < world.holders <= world.place.rank
         self._place = world.place
         if world.place.rank == 0 and world.place.size > 1:
             with self._forming:

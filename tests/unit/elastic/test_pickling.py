@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import io
 import pickle
 import sys
 from types import ModuleType
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.pickling import Pickler
+from elastic.pickling import pickled
 
 SCRIPT = """
 import enum
@@ -43,12 +42,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     exec(SCRIPT, module.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", module)
     return module
-
-
-def pickled(value: object) -> bytes:
-    file = io.BytesIO()
-    Pickler(file).dump(value)
-    return file.getvalue()
 
 
 def test_an_enum_of_the_script_is_that_of_the_receivers_script(

@@ -88,21 +88,25 @@ def test_no_handler_of_sigchld_runs_from_the_end_of_a_world_until_user_code_runs
         signal.signal(signal.SIGCHLD, before)
 
 
+def entering(world: World) -> tuple[Any, Any]:
+    """Runtime and state of a worker that enters this world after another one."""
+    rt, state = MagicMock(spec=WorkerRuntime), create_autospec(State, instance=True)
+    rt.alone, rt.place = False, world.place
+    rt.session, rt.worlds, rt.commits, rt.kept_variables = (MagicMock() for _ in range(4))
+    rt.session.recovery.newcomer = False
+    rt.worlds.next.return_value = world
+    rt.commits.went_back.return_value = False
+    state.layout.return_value = ""
+    state.is_sharded.return_value = False
+    return rt, state
+
+
 @pytest.mark.parametrize("calls_back", [True, False])
 def test_what_reset_callbacks_did_is_the_commit_of_all_where_a_newcomer_is_sent_it(calls_back):
     place = Place(0, 2, 0, 2, 0, 1)
     world = World(4, place, Address("h", 1), holders=1, commit=Commit(3, 5), reason="h:1#2 joined")
-    rt, state = MagicMock(spec=WorkerRuntime), create_autospec(State, instance=True)
-    rt.alone, rt.session, rt.worlds, rt.commits, rt.place = (
-        False, MagicMock(), MagicMock(), MagicMock(), place,
-    )  # fmt: skip
-    rt.kept_variables = MagicMock()
-    rt.session.recovery.newcomer = False
-    rt.worlds.next.return_value = world
-    state.layout.return_value = ""
-    state.is_sharded.return_value = False
+    rt, state = entering(world)
     state.calls_back.return_value = calls_back
-    rt.commits.went_back.return_value = False
     rt.commits.adopt.side_effect = lambda copied: state.mock_calls.append(call.adopted())
     with (
         patch.object(durable, "entered"),
@@ -121,15 +125,8 @@ def test_what_reset_callbacks_did_is_the_commit_of_all_where_a_newcomer_is_sent_
 def test_step_of_a_received_state_is_known_before_its_commit_is_reported(sharded):
     place = Place(1, 2, 1, 2, 0, 1)
     world = World(4, place, Address("h", 1), holders=1, commit=Commit(3, 5), reason="h:1#2 joined")
-    rt, state = MagicMock(spec=WorkerRuntime), create_autospec(State, instance=True)
-    rt.alone, rt.session, rt.worlds, rt.commits, rt.place, rt.kept_variables = (
-        False, MagicMock(), MagicMock(), MagicMock(), place, MagicMock(),
-    )  # fmt: skip
-    rt.session.recovery.newcomer = False
-    rt.worlds.next.return_value = world
-    state.layout.return_value = ""
+    rt, state = entering(world)
     state.is_sharded.return_value = sharded
-    rt.commits.went_back.return_value = False
     reported, wanted = [], state.report_step
     state.transfer.side_effect = lambda *_, **__: wanted.reset_mock()
     rt.commits.adopt.side_effect = lambda *_, **__: reported.append(wanted.call_count)
@@ -150,16 +147,8 @@ def test_digest_of_a_copy_when_another_rank_than_0_sends_then_it_is_not_reported
     place, commit = Place(rank, 4, rank // 2, 2, rank % 2, 2), Commit(3, 5)
     copies = [[0, 2], [1, 3]]
     world = World(4, place, Address("h", 1), 2, commit, "h:1#2 joined", copies=copies)
-    rt, state = MagicMock(spec=WorkerRuntime), create_autospec(State, instance=True)
-    rt.alone, rt.session, rt.worlds, rt.commits, rt.place, rt.kept_variables = (
-        False, MagicMock(), MagicMock(), MagicMock(), place, MagicMock(),
-    )  # fmt: skip
-    rt.session.recovery.newcomer = False
-    rt.worlds.next.return_value = world
-    state.layout.return_value = ""
-    state.is_sharded.return_value = False
+    rt, state = entering(world)
     state.transfer.return_value = 100
-    rt.commits.went_back.return_value = False
     with (
         patch.object(durable, "entered"),
         patch.object(following_group, "follow"),
