@@ -14,7 +14,7 @@ import hashlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, ParamSpec, TypeVar
 
 import msgspec
@@ -59,7 +59,7 @@ from elastic.script_checks.observer import ScriptObserver, observing
 from elastic.state import bit_flips, join_preparation
 from elastic.state.handlers import state_transfer
 from elastic.state.snapshots import preallocated_memory
-from elastic.state.state import State, has_custom_sync, options_of
+from elastic.state.state import State, has_custom_sync, options_of, runs_script_in_reset
 from elastic.torch_backend import following_group, sharding_guard
 
 Parameters = ParamSpec("Parameters")
@@ -343,11 +343,11 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     following_group.follow(rt, first=first and not joined)
     rt.kept_variables.follow(rt.place, first=first)
     following_samplers.follow()
-    for news in process_sets.bring(rt, world.copying):
-        print(f"elastic: {news}", file=sys.stderr)
-    following_group.settle(rt)
+    copy_sets = process_sets.start_copy(rt, world.copying)
     reset = state.reset if first else state.on_reset
     if state.is_sharded():
+        _log(copy_sets())
+        following_group.settle(rt)
         with timeline.during("state", COPY):
             copied, from_checkpoint, shards = durable.bring_shards(rt, state, reset)
         preallocated_memory.leave()
@@ -358,10 +358,20 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         return
     if rt.commits.went_back(state) and rt.first_not_finite is not None:
         rt.first_not_finite.began()
+    receives = world.place.rank in world.copying[1:]
+    if world.holders > 0 and not receives and not has_custom_sync(state):
+        state.begin_reconcile()  # before other waits, because no later step changes what is exchanged
+    early = runs_script_in_reset(state)  # The script may use process sets and groups.
+    if early:
+        _log(copy_sets())
+        following_group.settle(rt)
     reset()
     if world.holders == 0:
         durable.resume(rt, state)
     copied = _bring(rt, state, world)
+    if not early:
+        _log(copy_sets())
+        following_group.settle(rt)
     lacking = world.lacking
     if not first and lacking and world.place.rank not in lacking and state.calls_back():
         state.save()  # From now on, the state that was sent is the newest commit of all ranks.
@@ -375,6 +385,11 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         rt.commits.report_digest(state.digest(), 0)
     if world.checkpoint:
         durable.finish(rt, state)
+
+
+def _log(news: Iterable[str]) -> None:
+    for line in news:
+        print(f"elastic: {line}", file=sys.stderr)
 
 
 def _bring(rt: WorkerRuntime, state: State, world: World) -> int:

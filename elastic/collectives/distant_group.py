@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from elastic.collectives.interface import Collectives, Op, Work
 
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 
 LIMIT = 128 << 10  # maximum size in bytes of what a rank receives through the store in an exchange
 _SENT, _TOO_LARGE = b"\0", b"\1"
+Wait = Callable[[], list[bytes]]
+
+
+class Broadcast(NamedTuple):
+    """Result of a broadcast through the store, equal on all ranks."""
+
+    content: bytes | None  # None iff it exceeded `LIMIT`
+    replies: list[
+        bytes | None
+    ]  # of the other ranks, in rank order; None for a reply that was too large
 
 
 class DistantGroup:
@@ -26,21 +36,45 @@ class DistantGroup:
     Args:
         rank: rank within the group.
         size: number of ranks of the group.
-        swap: exchanges bytes between all ranks of the group, and returns those of all ranks. May raise
-            CollectiveFailed.
+        start: starts to exchange bytes between all ranks of the group, and returns a function that waits for those of
+            all ranks. The function may raise CollectiveFailed.
         form: connects the ranks and returns the group for tensors. May raise CollectiveFailed.
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        swap: Callable[[bytes], list[bytes]],
-        form: Callable[[], Collectives],
+        self, rank: int, size: int, start: Callable[[bytes], Wait], form: Callable[[], Collectives]
     ) -> None:
         self.rank, self.size = rank, size
-        self.swap = swap
+        self._start = start
         self._form = form
+
+    def swap(self, blob: bytes) -> list[bytes]:
+        """Exchange bytes with all ranks of the group, and return those of all ranks.
+
+        Raises:
+            CollectiveFailed: a rank was lost.
+        """
+        return self._start(blob)()
+
+    def start_broadcast(
+        self, content: bytes | bytearray, root: int, reply: bytes = b""
+    ) -> Callable[[], Broadcast]:
+        """Start to broadcast the bytes of rank ``root``, and to send the replies of the other ranks to all ranks.
+
+        Returns:
+            A function that waits for the result. It may raise CollectiveFailed.
+        """
+        sends = self.rank == root
+        mine = content if sends else reply
+        limit = LIMIT if sends else LIMIT // self.size
+        wait = self._start(_SENT + mine if len(mine) <= limit else _TOO_LARGE)
+
+        def received() -> Broadcast:
+            blobs = [each[1:] if each.startswith(_SENT) else None for each in wait()]
+            replies = [each for rank, each in enumerate(blobs) if rank != root]
+            return Broadcast(blobs[root], replies)
+
+        return received
 
     def broadcast_short(self, content: bytes | bytearray, root: int) -> bytes | None:
         """Broadcast the bytes of rank ``root``, and return them. Return None on all ranks if they exceed `LIMIT`.
@@ -48,9 +82,7 @@ class DistantGroup:
         Raises:
             CollectiveFailed: a rank was lost.
         """
-        sent = _SENT + content if len(content) <= LIMIT else _TOO_LARGE
-        received = self.swap(sent if self.rank == root else b"")[root]
-        return received[1:] if received.startswith(_SENT) else None
+        return self.start_broadcast(content, root)().content
 
     def any_of(self, flags: Sequence[bool]) -> list[bool] | None:
         """Return, for each flag, whether it is set on at least one rank.

@@ -7,7 +7,7 @@ The objects are this package's own, for which plain pickle suffices: it takes a 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,12 @@ def broadcast_bytes(
         received = group.broadcast_short(content, root)
         if received is not None:
             return received
+    return _broadcast_tensors(group, content, root)
+
+
+def _broadcast_tensors(
+    group: Collectives | DistantGroup, content: bytes | bytearray, root: int
+) -> bytes | bytearray:
     if group.rank == root:
         whole = _tensor(content)
         group.broadcast(_first(whole), root).wait()
@@ -93,6 +99,57 @@ def broadcast_bytes(
     if len(whole) > _FIRST - _LENGTH:
         group.broadcast(whole[_FIRST - _LENGTH :], root).wait()
     return content
+
+
+def broadcast_with_replies(
+    group: Collectives | DistantGroup, content: bytes, root: int, reply: bytes
+) -> tuple[bytes | bytearray, list[bytes] | None]:
+    """Broadcast the bytes of rank ``root``, and send the replies of the other ranks to all ranks at the same time.
+
+    Only a `DistantGroup` sends replies.
+
+    Args:
+        group: the group.
+        content: bytes to broadcast. Ignored on other ranks than ``root``.
+        root: rank that broadcasts.
+        reply: bytes that this rank sends. Ignored on ``root``.
+
+    Returns:
+        The bytes of ``root``, and the replies of the other ranks in rank order. The replies are None, on all ranks, if
+        they are not sent, or one of them is too large.
+
+    Raises:
+        CollectiveFailed: a rank was lost.
+    """
+    if not isinstance(group, DistantGroup):
+        return broadcast_bytes(group, content, root), None
+    found, replies = group.start_broadcast(content, root, reply)()
+    received = _broadcast_tensors(group, content, root) if found is None else found
+    usable = [each for each in replies if each is not None]
+    return received, usable if len(usable) == len(replies) else None
+
+
+def start_broadcast(
+    group: Collectives | DistantGroup, content: bytes, root: int
+) -> Callable[[], bytes | bytearray]:
+    """Start to broadcast the bytes of rank ``root``. Return a function that waits for them and returns them.
+
+    Only a `DistantGroup` broadcasts in the background. In other groups, broadcasts must be in one order on all ranks,
+    so the bytes are broadcast before this call returns.
+
+    Raises:
+        CollectiveFailed: a rank was lost. The returned function raises it as well.
+    """
+    if not isinstance(group, DistantGroup):
+        broadcast = broadcast_bytes(group, content, root)
+        return lambda: broadcast
+    wait = group.start_broadcast(content, root)
+
+    def received() -> bytes | bytearray:
+        found = wait().content
+        return _broadcast_tensors(group, content, root) if found is None else found
+
+    return received
 
 
 def any_of(group: Collectives | DistantGroup, flags: Sequence[bool]) -> list[bool]:

@@ -18,8 +18,8 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Generator, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Generator, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -54,11 +54,23 @@ from elastic.negotiation import submission
 from elastic.negotiation.messages import ALLGATHER, ALLREDUCE, Members
 from elastic.negotiation.pending import Pending
 from elastic.runtime import lifecycle
+from elastic.runtime.guarded_groups import StoreExchange
+from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.sharding import fsdp2
 
 WIRE = (None, torch.float16, torch.bfloat16, torch.float32)
 # integer dtypes of the same width as floating-point dtypes, by size in bytes
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+REPORTS = "diloco reports"
+REPORT_LIMIT = 128 << 10  # maximum length of a report that is sent through the store, in characters
+
+
+class SentReport(NamedTuple):
+    """Report of this rank that is being exchanged in the background."""
+
+    world: Hashable
+    report: str
+    exchange: StoreExchange
 
 
 class DiLoCo:
@@ -160,8 +172,11 @@ class DiLoCo:
         self.outer = [torch.nn.Parameter(each.detach().clone()) for each in self.inner]
         self.outer_optimizer = self._pointed_to_outer(outer_optimizer)
         self.bytes_sent = 0
-        # whether this object is in a state, so that an interrupted merge can be repeated in the next world
-        self.in_state = False
+        # Name of this object in a state, which repeats an interrupted merge in the next world; None without a state.
+        self.name_in_state: str | None = None
+        self._sent_report: SentReport | None = (
+            None  # not None iff `begin_reconcile` has sent a report
+        )
         # Quantization errors of this worker's last merged pseudo-gradients, by fragment; empty without quantization.
         self._residuals: list[torch.Tensor] = []
         if self._format is not None:
@@ -258,7 +273,7 @@ class DiLoCo:
         try:
             self._run(self.rounds.step(_world_of(rt), self._islands(rt), tokens))
         except PeerLost:
-            if not self.in_state or rt is None or rt.alone or not rt.elastic:
+            if self.name_in_state is None or rt is None or rt.alone or not rt.elastic:
                 raise
 
     # ---- implementation --------------------------------------------------------------------------
@@ -285,9 +300,7 @@ class DiLoCo:
         match action:
             case CompareReports(report):
                 self._in_flight, self._exchange = [], None
-                if _context() is None or submission.group_size(torch.device("cpu")) == 1:
-                    return [report]
-                return submission.agree("diloco", "position", report)
+                return self._compare_reports(report)
             case TakeMerges(root, fragments, missed):
                 self._take_merges(root, {each: each in missed for each in fragments})
             case TakePart(merge, leaders):
@@ -312,6 +325,34 @@ class DiLoCo:
                 self._apply(fragment, mean, missed)
                 self._report_merge()
         return None
+
+    def _compare_reports(self, report: str) -> Sequence[str]:
+        sent, self._sent_report = self._sent_report, None
+        if _context() is None or submission.group_size(torch.device("cpu")) == 1:
+            return [report]
+        rt = lifecycle.active()
+        if rt is not None and self._is_distant(rt):
+            if sent is None or sent.world != _world_of(rt):
+                sent = self._send_report(rt, report)
+            assert sent.report == report, "the rounds have changed since the report was sent"
+            with rt.guard(REPORTS):
+                blobs = sent.exchange.wait()
+            if all(blobs):
+                return [blob.decode() for blob in blobs]
+        return submission.agree("diloco", "position", report)
+
+    def _is_distant(self, rt: WorkerRuntime) -> bool:
+        """Return whether ranks exchange reports through the store. Equal on all ranks.
+
+        Between distant hosts, this takes fewer round trips than the first negotiated collective of a world.
+        """
+        return rt.place.several_hosts and self.name_in_state is not None
+
+    def _send_report(self, rt: WorkerRuntime, report: str) -> SentReport:
+        # An empty blob makes all ranks use a collective instead.
+        blob = report.encode() if len(report) <= REPORT_LIMIT else b""
+        exchange = rt.start_exchange(f"{REPORTS} {self.name_in_state}", blob)
+        return SentReport(_world_of(rt), report, exchange)
 
     def _take_part(self, merge: int, leaders: tuple[int, ...]) -> None:
         """Start taking part in this world's merges in the background. Called on a leader."""
@@ -644,6 +685,14 @@ class DiLoCo:
                     self.inner[i].copy_(self.outer[i])
 
     # ---- interface for the state handler ---------------------------------------------------------
+
+    def begin_reconcile(self) -> None:
+        """Send the report that `reconcile` compares with those of the other ranks, if their hosts are distant."""
+        rt = lifecycle.active()
+        if rt is None or rt.provisional or not self._is_distant(rt):
+            return
+        if self.rounds.is_new(_world_of(rt)):
+            self._sent_report = self._send_report(rt, self.rounds.report())
 
     def reconcile(self) -> None:
         """Synchronize with the ranks of a new world, and complete a pending merge of the previous world. Collective.

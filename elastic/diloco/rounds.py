@@ -231,11 +231,23 @@ class Rounds:
 
     def enter(self, world: Hashable, islands: Islands) -> Generator[Action, Any, None]:
         """Yield the actions that synchronize with the ranks of a new world and complete a pending merge."""
-        if world != self._world:
+        if self.is_new(world):
             self.islands = islands
             yield from self._meet()
             self._world = world
         yield from self._merge_due()
+
+    def is_new(self, world: Hashable) -> bool:
+        """Return whether `enter` synchronizes with the ranks of this world."""
+        return world != self._world
+
+    def report(self) -> str:
+        """Return the report with which `enter` synchronizes with the other ranks, as JSON."""
+        return json.dumps(
+            WorldReport(
+                self.position, self.merged, self.pending, self._origin(), self._absent(), self._took
+            )
+        )
 
     def interrupted(self) -> None:
         """Record that a collective of `step` or `enter` failed."""
@@ -320,18 +332,7 @@ class Rounds:
         The inner parameters are synchronized with the ranks of the island.
         """
         self._started = False
-        reports: Sequence[str] = yield CompareReports(
-            json.dumps(
-                WorldReport(
-                    self.position,
-                    self.merged,
-                    self.pending,
-                    self._origin(),
-                    self._absent(),
-                    self._took,
-                )
-            )
-        )
+        reports: Sequence[str] = yield CompareReports(self.report())
         told = [WorldReport(*json.loads(report)) for report in reports]
         merges = [sum(each.merged) for each in told]
         if min(merges) != max(merges):

@@ -9,7 +9,7 @@ ranks. Ranks that do not exist in a smaller world are omitted until the world is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from elastic import context
@@ -347,8 +347,8 @@ def _found(ranks: Ranks) -> ProcessSet:
 # ---- changes of the world --------------------------------------------------------------------------------------------
 
 
-def bring(rt: Context, ranks: tuple[int, ...]) -> list[str]:
-    """Send the table of process sets to workers without the newest commit, before any message refers to a set.
+def start_copy(rt: Context, ranks: tuple[int, ...]) -> Callable[[], list[str]]:
+    """Start to send the table of process sets to workers without the newest commit.
 
     Collective over ``ranks``. Other ranks pass ().
 
@@ -357,17 +357,24 @@ def bring(rt: Context, ranks: tuple[int, ...]) -> list[str]:
         ranks: the sender, which holds the newest commit, followed by the receivers.
 
     Returns:
-        Messages to log.
+        A function that completes the copy and returns messages to log. Call it before any message refers to a set. It
+        may raise PeerLost.
     """
-    news: list[str] = []
-    if ranks:
+    if not ranks:
+        _look_around(rt)
+        return list
+    with rt.guard(COPY):
+        group = rt.copy_group("process sets", ranks)
+        receive = object_exchange.start_broadcast(group, _table.text().encode(), 0)
+
+    def complete() -> list[str]:
         with rt.guard(COPY):
-            group = rt.copy_group("process sets", ranks)
-            text = object_exchange.broadcast_bytes(group, _table.text().encode(), 0)
-        if rt.place.rank != ranks[0]:
-            news = _table.adopt(text.decode())
-    _look_around(rt)
-    return news
+            text = receive().decode()
+        news = _table.adopt(text) if rt.place.rank != ranks[0] else []
+        _look_around(rt)
+        return news
+
+    return complete
 
 
 def unregister_all() -> None:

@@ -32,7 +32,7 @@ log = logging.getLogger("elastic.rendezvous")
 _REQUEST_LIMIT = 1 << 18
 _REPLY_LIMIT = 1 << 30
 _READ_BYTES = 1 << 16
-KEPT_LIMIT = 2  # maximum number of idle connections of a rank
+KEPT_LIMIT = 6  # maximum number of idle connections of a rank
 # Seconds after which an idle connection is not used any more, because a firewall may have dropped it. Recoveries are
 # shorter.
 KEPT_S = 5.0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from elastic.collectives import own_gpu
-from elastic.collectives.distant_group import DistantGroup
+from elastic.collectives.distant_group import DistantGroup, Wait
 from elastic.collectives.groups.group_factory import MESSAGES
 from elastic.collectives.interface import Collectives
 from elastic.collectives.local import LocalCollectives
@@ -95,12 +95,12 @@ class GuardedGroups:
         assert store is not None, "a world of several ranks has a store"
         rank, numbers = ranks.index(place.rank), itertools.count()
 
-        def swap(blob: bytes) -> list[bytes]:
+        def start(blob: bytes) -> Wait:
             # differs from every `group_factory.meeting`, at which a group of the same name may be connecting
             key = f"{name} value {next(numbers)} of {','.join(map(str, ranks))}"
-            return store.exchange(key, rank, len(ranks), blob, limit_s)
+            return StoreExchange(store, key, rank, len(ranks), blob, limit_s).wait
 
-        return DistantGroup(rank, len(ranks), swap, form)
+        return DistantGroup(rank, len(ranks), start, form)
 
     def start_exchange(self, key: str, blob: bytes) -> StoreExchange:
         """Start to exchange bytes with all ranks of the world. See `WorkerRuntime.start_exchange`."""
@@ -244,7 +244,7 @@ class GuardedGroups:
 
 
 class StoreExchange:
-    """Exchange of bytes between all ranks of a world through its store, in the background. See `Store.exchange`."""
+    """Exchange of bytes between ranks of a world through its store, in the background. See `Store.exchange`."""
 
     def __init__(
         self, store: Store, key: str, rank: int, size: int, blob: bytes, timeout_s: float

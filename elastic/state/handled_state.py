@@ -445,6 +445,10 @@ class HandledState(_OfThisProcess, ObjectState):
             if rt is None or not rt.provisional:
                 self.save()
 
+    def begin_reconcile(self) -> None:
+        for handler in self._of_kind(DiLoCoStateHandler):
+            handler.value.begin_reconcile()
+
     def reconcile(self) -> None:
         found = self._of_kind(DiLoCoStateHandler)
         if any(handler.value.rounds.quorum for handler in found):

@@ -238,6 +238,12 @@ class State:
             PeerLost: a rank was lost.
         """
 
+    def begin_reconcile(self) -> None:
+        """Start exchanges of `reconcile` that can run while this worker waits for others. Does not wait.
+
+        Called in a new world, on workers that do not receive the state of another worker.
+        """
+
     def reconcile(self) -> None:
         """Complete transfers that the previous world has left unfinished.
 
@@ -576,6 +582,12 @@ def has_custom_sync(state: State) -> bool:
     ours = _is_ours(type(state).sync)
     foreign: Callable[[], dict[str, Any]] = getattr(state, "_foreign_handlers", dict)
     return not ours or custom_broadcast(state) or bool(foreign())
+
+
+def runs_script_in_reset(state: State) -> bool:
+    """Return whether the script's own code runs when the state is reset or synchronized in a new world."""
+    reset = all(map(_is_ours, (type(state).reset, type(state).on_reset)))
+    return state.calls_back() or has_custom_sync(state) or not reset
 
 
 def overridden(state: State) -> list[str]:

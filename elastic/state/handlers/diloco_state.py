@@ -30,7 +30,7 @@ class DiLoCoStateHandler(Part):
     value: DiLoCo
 
     def _adopt_value(self) -> None:
-        self.value.in_state = True
+        self.value.name_in_state = self.name
         self._outer_entries = OptimizerStateHandler(self.value.outer_optimizer)
 
     def layout(self) -> list[str]:
@@ -66,20 +66,22 @@ class DiLoCoStateHandler(Part):
         }
         return structure, tensors
 
-    def kept(self, structure: Any) -> set[str]:
+    def versions(self) -> dict[str, int]:
         value = self.value
         if not value.own_steps:
-            return set()
+            return {}
         # Workers with the same merges of a fragment have bitwise equal outer parameters and entries for it.
-        merges = zip(value.parts, value.merged, structure["merged"], strict=True)
-        held = {i for part, ours, theirs in merges if ours == theirs for i in part}
+        merges = {
+            i: merged for part, merged in zip(value.parts, value.merged, strict=True) for i in part
+        }
         stepped = [each for group in value.outer_optimizer.param_groups for each in group["params"]]
         indices = {id(each): index for index, each in enumerate(value.outer)}
         origins = self._outer_entries.pack()[0].get("origins", {})
         return (
-            {OUTER + value.names[index] for index in held}
-            | {ENTRY + n for n, (at, *_) in origins.items() if indices[id(stepped[at])] in held}
-            | {OTHER + name for name in value.others()}
+            {OUTER + value.names[index]: merged for index, merged in merges.items()}
+            | {ENTRY + n: merges[indices[id(stepped[at])]] for n, (at, *_) in origins.items()}
+            # local values, which a worker that has taken a step does not receive
+            | {OTHER + name: 0 for name in value.others()}
         )
 
     def own(self) -> Any:

@@ -66,15 +66,12 @@ class Part(StateHandler):
         """Return a structure of Python values, to be copied or pickled, and the detached live tensors by name."""
         raise NotImplementedError
 
-    def kept(self, structure: Any) -> set[str]:
-        """Return the names of tensors that need not be sent, because this worker already has their content.
+    def versions(self) -> dict[str, int]:
+        """Return the versions of tensors that a worker need not receive if the sender's version is the same.
 
         Default: none.
-
-        Args:
-            structure: structure of the sender.
         """
-        return set()
+        return {}
 
     def live(self) -> tuple[Any, dict[str, torch.Tensor]]:
         """Return a structure and the live tensors for a commit. Like `pack`, but the tensors need not be detached."""

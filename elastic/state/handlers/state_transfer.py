@@ -9,7 +9,9 @@ GPU are sent between GPUs if every rank has its own GPU, and otherwise through h
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -51,7 +53,7 @@ class TransferData(Protocol):
 
     def pack(self) -> tuple[Any, dict[str, torch.Tensor]]: ...
 
-    def kept(self, structure: Any) -> set[str]: ...
+    def versions(self) -> dict[str, int]: ...
 
     def destinations(
         self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
@@ -81,7 +83,7 @@ def transfer(
         values: the Python values of the state; used on the root only.
         layout: lines that describe the state's structure and must be equal on all ranks.
         group_on: function that creates a group of the same ranks on a GPU; called on every rank.
-        keeps: whether to skip tensors that all receivers already hold; see `Part.kept`. Used on the root only.
+        keeps: whether to skip tensors that all receivers already hold; see `Part.versions`. Used on the root only.
 
     Returns:
         The number of bytes copied, and the root's ``values``.
@@ -117,11 +119,10 @@ def _send(
             tensors[name, key] = tensor
             specs[name, key] = TensorSpec.of(tensor)
     content = _pickled(values, structures, _referred(parts))
-    keeps = keeps and any(part.kept(structures[name]) for name, part in parts.items())
-    header = pickle.dumps((layout, specs, content, keeps), protocol=pickle.HIGHEST_PROTOCOL)
-    object_exchange.broadcast_bytes(group, header, root)
-    if keeps:
-        specs = _lacking(group, specs, set(specs))
+    versions = _versions(parts) if keeps else {}
+    header = pickle.dumps((layout, specs, content, versions), protocol=pickle.HIGHEST_PROTOCOL)
+    _, replies = object_exchange.broadcast_with_replies(group, header, root, b"")
+    specs = _lacking(group, specs, versions, versions, replies)
     failpoint("state-copy")
     moved, _ = _travel(_roads(group, specs, tensors, group_on), root, tensors)
     return len(header) + moved
@@ -134,25 +135,23 @@ def _receive(
     layout: str,
     group_on: GroupOn | None,
 ) -> tuple[int, dict[str, Any]]:
-    header = object_exchange.broadcast_bytes(group, b"", root)
-    theirs, specs, content, keeps = pickle.loads(header)
+    versions = _versions(parts)
+    header, replies = object_exchange.broadcast_with_replies(group, b"", root, _encoded(versions))
+    theirs, specs, content, roots = pickle.loads(header)
     try:
         if theirs != layout:
             raise StateMismatch(f"{difference(theirs, layout)}: run the same script on all workers")
         values, structures = _unpickled(content, _referred(parts))
         where = _destinations(parts, structures, specs)
-        kept = {(name, key) for name, part in parts.items() for key in part.kept(structures[name])}
     except Interrupted:
         raise
     except Exception:
         # Receive everything before raising an error, because the broadcasts need all ranks.
-        if keeps:
-            specs = _lacking(group, specs, set(specs))
+        specs = _lacking(group, specs, roots, roots, replies)
         nowhere: dict[Key, torch.Tensor | Destination] = dict.fromkeys(specs, Destination.NOWHERE)
         _travel(_roads(group, specs, nowhere, None), root, nowhere)
         raise
-    if keeps:
-        specs = _lacking(group, specs, kept)
+    specs = _lacking(group, specs, roots, versions, replies)
     # Record a change, because the broadcasts write to tensors without incrementing their ``_version``.
     change_detection.notice()
     failpoint("state-copy")
@@ -164,18 +163,44 @@ def _receive(
     return len(header) + moved, values
 
 
+def _versions(parts: Mapping[str, TransferData]) -> dict[Key, int]:
+    found = {name: part.versions() for name, part in parts.items()}
+    return {(name, key): each for name, of in found.items() for key, each in of.items()}
+
+
+def _encoded(versions: dict[Key, int]) -> bytes:
+    return zlib.compress(json.dumps([[*key, each] for key, each in versions.items()]).encode())
+
+
+def _decoded(reply: bytes) -> dict[Key, int]:
+    return {(name, key): each for name, key, each in json.loads(zlib.decompress(reply))}
+
+
 def _lacking(
-    group: CopyGroup, specs: dict[Key, TensorSpec], kept: set[Key]
+    group: CopyGroup,
+    specs: dict[Key, TensorSpec],
+    roots: dict[Key, int],
+    mine: dict[Key, int],
+    replies: list[bytes] | None,
 ) -> dict[Key, TensorSpec]:
-    """Return the specs of the tensors that at least one rank does not hold. Collective.
+    """Return the specs of the tensors that at least one rank does not hold in the root's version. Collective.
 
     Args:
         group: group of the root and the receivers.
         specs: the specs of all tensors of the state.
-        kept: the keys of the tensors that this rank already holds.
+        roots: the root's versions. If it is empty, all tensors are sent.
+        mine: the versions that this rank holds.
+        replies: the versions that the receivers hold, or None if the ranks have not sent them.
     """
-    lacks = object_exchange.any_of(group, [key not in kept for key in specs])
-    return {key: spec for (key, spec), any_ in zip(specs.items(), lacks, strict=True) if any_}
+    if not roots:
+        return specs
+    if replies is None:
+        flags = [key not in roots or mine.get(key) != roots[key] for key in specs]
+        lacks = object_exchange.any_of(group, flags)
+        return {key: spec for (key, spec), any_ in zip(specs.items(), lacks, strict=True) if any_}
+    held = [*map(_decoded, replies)]
+    kept = {key for key, version in roots.items() if all(each.get(key) == version for each in held)}
+    return {key: spec for key, spec in specs.items() if key not in kept}
 
 
 def _referred(parts: Mapping[str, TransferData]) -> dict[str, object]:

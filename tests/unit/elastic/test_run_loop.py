@@ -111,8 +111,9 @@ def test_what_reset_callbacks_did_is_the_commit_of_all_where_a_newcomer_is_sent_
     with (
         patch.object(durable, "entered"),
         patch.object(following_group, "follow"),
-        patch.object(process_sets, "bring"),
+        patch.object(process_sets, "start_copy", autospec=True, return_value=list),
         patch.object(run_loop, "has_custom_sync", return_value=False),
+        patch.object(run_loop, "runs_script_in_reset", return_value=False),
     ):
         run_loop._enter_world(rt, state, "", first=False)
     said = [
@@ -134,8 +135,9 @@ def test_step_of_a_received_state_is_known_before_its_commit_is_reported(sharded
         patch.object(durable, "entered"),
         patch.object(durable, "bring_shards", autospec=True) as bring,
         patch.object(following_group, "follow"),
-        patch.object(process_sets, "bring"),
+        patch.object(process_sets, "start_copy", autospec=True, return_value=list),
         patch.object(run_loop, "has_custom_sync", return_value=False),
+        patch.object(run_loop, "runs_script_in_reset", return_value=False),
     ):
         bring.side_effect = lambda *_: (wanted.reset_mock(), (1, False, None))[1]
         run_loop._enter_world(rt, state, "", first=False)
@@ -153,11 +155,39 @@ def test_digest_of_a_copy_when_another_rank_than_0_sends_then_it_is_not_reported
         patch.object(durable, "entered"),
         patch.object(following_group, "follow"),
         patch.object(following_group, "settle"),
-        patch.object(process_sets, "bring"),
+        patch.object(process_sets, "start_copy", autospec=True, return_value=list),
         patch.object(run_loop, "has_custom_sync", return_value=False),
+        patch.object(run_loop, "runs_script_in_reset", return_value=False),
     ):
         run_loop._enter_world(rt, state, "", first=False)
     assert rt.commits.report_digest.called == compared
+
+
+@pytest.mark.parametrize(
+    ("rank", "holders", "script", "order"),
+    [
+        (0, 2, False, ["begin_reconcile", "on_reset", "transfer", "copy_sets", "settle"]),
+        (2, 2, False, ["on_reset", "transfer", "copy_sets", "settle"]),  # receives the state first
+        (0, 2, True, ["begin_reconcile", "copy_sets", "settle", "on_reset", "transfer"]),
+        (0, 0, False, ["on_reset", "transfer", "copy_sets", "settle"]),
+    ],
+)
+def test_exchange_that_nothing_precedes_starts_before_a_rank_waits(rank, holders, script, order):
+    place, commit = Place(rank, 3, rank, 3, 0, 1), Commit(3, 5) if holders else None
+    rt, state = entering(World(4, place, Address("h", 1), holders, commit, "h:1#2 joined"))
+    calls = state.mock_calls
+    with (
+        patch.object(durable, "entered"),
+        patch.object(durable, "resume"),
+        patch.object(following_group, "follow"),
+        patch.object(following_group, "settle", lambda *_: calls.append(call.settle())),
+        patch.object(process_sets, "start_copy", autospec=True) as start,
+        patch.object(run_loop, "has_custom_sync", return_value=False),
+        patch.object(run_loop, "runs_script_in_reset", return_value=script),
+    ):
+        start.return_value = lambda: calls.append(call.copy_sets()) or []
+        run_loop._enter_world(rt, state, "", first=False)
+    assert [name for name, *_ in calls if name in {*order, "begin_reconcile"}] == order
 
 
 @pytest.mark.parametrize("holders", [0, 1])

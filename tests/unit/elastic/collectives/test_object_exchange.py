@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic.collectives import distant_group, object_exchange
-from elastic.collectives.distant_group import DistantGroup
+from elastic.collectives.distant_group import DistantGroup, Wait
 from elastic.collectives.interface import Op
 
 
@@ -41,8 +41,12 @@ class ThreadsGroup:
             output.copy_(part)
         return Done()
 
-    def swap(self, blob: bytes) -> list[bytes]:
-        return [bytes(each.tolist()) for each in self._exchange(torch.tensor(list(blob)))]
+    def start(self, blob: bytes) -> Wait:
+        padded = torch.zeros(distant_group.LIMIT + 9, dtype=torch.uint8)
+        padded[:8].view(torch.int64)[0] = len(blob)
+        padded[8 : 8 + len(blob)] = torch.tensor(list(blob), dtype=torch.uint8)
+        parts = [bytes(each.numpy()) for each in self._exchange(padded)]
+        return lambda: [each[8 : 8 + int.from_bytes(each[:8], "little")] for each in parts]
 
     def allreduce(self, tensor: torch.Tensor, op: Op) -> Done:
         tensor.copy_(torch.stack(self._exchange(tensor)).amax(0))
@@ -86,7 +90,7 @@ def never(*_: object) -> Any:
 
 def test_distant_ranks_exchange_short_values_without_being_connected():
     def run(rank: int, threads: ThreadsGroup) -> Any:
-        group = DistantGroup(rank, 3, threads.swap, never)
+        group = DistantGroup(rank, 3, threads.start, never)
         received = object_exchange.broadcast_bytes(group, b"from %d" % rank, 1)
         flags = object_exchange.any_of(group, [rank == 2, False, True])
         return received, flags
@@ -104,7 +108,7 @@ def test_distant_ranks_are_connected_for_a_long_value(more):
             formed.append(rank)
             return threads
 
-        group = DistantGroup(rank, 3, threads.swap, form)
+        group = DistantGroup(rank, 3, threads.start, form)
         return object_exchange.broadcast_bytes(group, value if rank == 1 else b"", 1)
 
     assert on_ranks(run) == [value] * 3
@@ -114,7 +118,7 @@ def test_distant_ranks_are_connected_for_a_long_value(more):
 @pytest.mark.parametrize("distant", [False, True])
 def test_a_flag_of_any_rank_is_set_on_all(distant):
     def run(rank: int, threads: ThreadsGroup) -> Any:
-        group: Any = DistantGroup(rank, 3, threads.swap, never) if distant else threads
+        group: Any = DistantGroup(rank, 3, threads.start, never) if distant else threads
         return object_exchange.any_of(group, [rank == 0, rank > 3])
 
     assert on_ranks(run) == [[True, False]] * 3
@@ -125,12 +129,12 @@ def test_flags_of_distant_ranks_are_sent_as_bits(count):
     sizes = []
 
     def run(rank: int, threads: ThreadsGroup) -> Any:
-        def swap(blob: bytes) -> list[bytes]:
+        def start(blob: bytes) -> Wait:
             sizes.append(len(blob))
-            return threads.swap(blob)
+            return threads.start(blob)
 
         flags = [number % 3 == rank for number in range(count)]
-        return object_exchange.any_of(DistantGroup(rank, 3, swap, never), flags)
+        return object_exchange.any_of(DistantGroup(rank, 3, start, never), flags)
 
     assert on_ranks(run) == [[True] * count] * 3
     assert max(sizes) <= count // 8 + 1

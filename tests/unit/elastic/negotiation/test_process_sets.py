@@ -260,7 +260,7 @@ def test_a_rank_without_the_newest_commit_adopts_the_sets_of_rank_0(world, sets)
         add_process_set(range(first, first + 30))
     told = get_process_set_ids_and_ranks()
     world.copy_group = lambda *_: Link(sent, 0)
-    assert process_sets.bring(world, (0, 1)) == []
+    assert process_sets.start_copy(world, (0, 1))() == []
     assert len(sent) == (1 if sets == 1 else 2)
 
     process_sets.unregister_all()
@@ -270,7 +270,7 @@ def test_a_rank_without_the_newest_commit_adopts_the_sets_of_rank_0(world, sets)
     world.provisional = False
     world.place.rank = 1
     world.copy_group = lambda *_: Link(sent, 1)
-    (news,) = process_sets.bring(world, (0, 1))
+    (news,) = process_sets.start_copy(world, (0, 1))()
     recorded("messages", news)
     assert get_process_set_ids_and_ranks() == told
     assert (mine.process_set_id, mine.ranks) == (1, list(range(30)))
@@ -280,7 +280,7 @@ def test_a_rank_without_the_newest_commit_adopts_the_sets_of_rank_0(world, sets)
 def test_a_rank_with_the_newest_commit_continues_immediately(world):
     world.place.rank = 1
     added = add_process_set([1])
-    assert process_sets.bring(world, ()) == []
+    assert process_sets.start_copy(world, ())() == []
     assert added.process_set_id == 1
 
 
