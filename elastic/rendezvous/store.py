@@ -13,8 +13,10 @@ needs 2 round trips per rank.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import select
 import socket
 import threading
 import time
@@ -96,6 +98,23 @@ def listen(host: str, port: int = 0) -> StoreListener:
     return StoreListener(sock, Address(host, sock.getsockname()[1]))
 
 
+def connect_ahead(address: Address, count: int) -> list[socket.socket]:
+    """Start to connect to a store that is not served yet, but whose rank already listens. Does not wait.
+
+    Returns:
+        At most ``count`` sockets, for the argument ``connecting`` of `Store`.
+    """
+    found: list[socket.socket] = []
+    for _ in range(count):
+        sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
+        sock.setblocking(False)
+        if sock.connect_ex((address.host, address.port)) in (0, errno.EINPROGRESS):
+            found.append(sock)
+        else:
+            sock.close()
+    return found
+
+
 class Store:
     """Rendezvous store of one generation, as seen from one rank. Thread-safe.
 
@@ -107,6 +126,7 @@ class Store:
         secret: secret of the job.
         keeps: whether to keep connections for later exchanges. Rank 0 then holds up to `KEPT_LIMIT` idle connections of
             each rank.
+        connecting: sockets that `connect_ahead` has started to connect to ``address``. The store takes ownership.
     """
 
     def __init__(
@@ -118,14 +138,15 @@ class Store:
         generation: int = 0,
         secret: bytes = b"",
         keeps: bool = False,
+        connecting: Iterable[socket.socket] = (),
     ) -> None:
         self.address = address
         self.generation = generation
         self._keeps = keeps
-        self._kept: list[_Connection] = []
         self._listener = listener
         self._timeout_s = timeout_s
         self._key = derived(secret, "store", generation)
+        self._kept = [_Connection(sock, self._key, connected=False) for sock in connecting]
         self._secret = secret
         self._server: _Server | None = None
         self._provided: dict[str, Callable[[], list[bytes]]] = {}
@@ -308,12 +329,25 @@ class Store:
 class _Connection:
     """Connection of a rank to the store's server. It carries one request at a time."""
 
-    def __init__(self, sock: socket.socket, key: bytes) -> None:
+    def __init__(self, sock: socket.socket, key: bytes, *, connected: bool = True) -> None:
         self.socket = sock
-        self.used_at = 0.0  # time of the last reply
+        self.used_at = time.monotonic()  # time of the last reply, or of the start
+        self._connected = connected
         self._opening = os.urandom(NONCE_BYTES)  # sent before the first request
         self._wire = FramedConnection(_replies)
         self._wire.seal(key, mine=self._opening, theirs=b"", caller=True, limit=_REPLY_LIMIT)
+
+    def established(self, deadline: float) -> bool:
+        """Wait until the socket is connected. Return False if it cannot connect, or the deadline has passed."""
+        if not self._connected:
+            poll = select.poll()
+            poll.register(self.socket, select.POLLOUT)
+            ready = poll.poll(max(0.0, 1000 * (deadline - time.monotonic())))
+            failed = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            self._connected = bool(ready) and not failed
+            if self._connected:
+                self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self._connected
 
     def ask(self, request: _Request, deadline: float) -> _Reply:
         opening, self._opening = self._opening, b""
@@ -364,7 +398,10 @@ class Call:
         """
         if kept is not None:
             self._use(kept.socket)
-            self._connection = kept
+            if kept.established(deadline):
+                self._connection = kept
+            else:
+                kept.close()
         while self._connection is None and not self._aborted.is_set():
             sock = socket.socket(_family(address.host), socket.SOCK_STREAM)
             self._use(sock)

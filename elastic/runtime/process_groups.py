@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import cast
 
+import msgspec
 import torch
 
 from elastic.collectives import threads
@@ -28,7 +30,7 @@ from elastic.negotiation.transport import KEY
 from elastic.protocol import messages
 from elastic.protocol.messages import GRADIENTS, STATE, Address, Place
 from elastic.rendezvous.environment import Environment
-from elastic.rendezvous.store import Store, StoreListener, listen
+from elastic.rendezvous.store import Store, StoreListener, connect_ahead, listen
 
 # timeout in seconds for a GPU to end aborted work, which usually takes milliseconds
 DEVICE_S = 10.0
@@ -46,6 +48,9 @@ NAMED = "named"
 # purposes of groups that all ranks need in their first step if an earlier world has used them
 _AHEAD = frozenset({NAMED, GRADIENTS})
 KEEPING_RANKS = 128  # number of ranks that keep connections to the store, which rank 0 holds open
+
+NEXT = "next store"  # key under which rank 0 provides the address at which it will serve the next world's store
+CONNECTIONS = 4  # number of connections that a rank starts before it knows the next world
 
 GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, device type, ranks
 
@@ -95,6 +100,9 @@ class Groups:
         ] = []  # groups of previous worlds that torch is still trying to connect
         self._store: Store | None = None
         self._listener: StoreListener | None = None
+        self._next: Address | None = None  # address of rank 0's next store, if it is distant
+        # sockets that are connecting to the next store, with its address
+        self._ahead: tuple[Address, list[socket.socket]] | None = None
         self._engine: Engine | None = None
         self._place: Place | None = None
         # whether this rank probably negotiates collectives: it has in the last world, or joins a world
@@ -129,24 +137,53 @@ class Groups:
         listener = None
         if world.place.rank == 0:
             listener, self._listener = self._listener, None
+        keeps = world.place.several_hosts and 0 < world.place.rank < KEEPING_RANKS
         self._store = Store(
             world.store,
             listener,
             self._env.timeout_s,
             generation=world.generation,
             secret=self._env.secret,
-            keeps=world.place.several_hosts and 0 < world.place.rank < KEEPING_RANKS,
+            keeps=keeps,
+            connecting=self._take_ahead(world.store) if keeps else (),
         )
+        self._next = None
         self._negotiates |= self._place is None and 0 < world.holders <= world.place.rank
         self._place = world.place
         if world.place.rank == 0 and world.place.size > 1:
             with self._forming:
                 self._engine = self._make_engine(self._store, world.place, broken)
             self._store.provide(KEY, self._engine.rules)
+            if world.place.several_hosts:
+                address = msgspec.json.encode(self.listen())
+                self._store.provide(NEXT, lambda: [address])
         self._store.open()
         self._cut_with(world.generation, self._store)
         if world.place.several_hosts:
             self._hurry(world, broken)
+
+    def connect_ahead(self) -> None:
+        """Start to connect to the store of the next world, in case its rank 0 is that of this world. Does not wait."""
+        address, self._next = self._next, None
+        if address is not None:
+            self._take_ahead(None)
+            self._ahead = address, connect_ahead(address, CONNECTIONS)
+
+    def _take_ahead(self, address: Address | None) -> list[socket.socket]:
+        """Return the sockets that are connecting to this address. Close them if it is another one."""
+        of, sockets = self._ahead or (None, [])
+        self._ahead = None
+        if of == address:
+            return sockets
+        for each in sockets:
+            each.close()
+        return []
+
+    def _find_next(self, store: Store, rank: int) -> None:
+        with contextlib.suppress(CollectiveFailed, msgspec.MsgspecError):
+            found = msgspec.json.decode(store.fetch(NEXT, rank)[0], type=Address)
+            if self._store is store:
+                self._next = found
 
     def _hurry(self, world: messages.World, broken: Callable[[str], None]) -> None:
         """Start to connect, in parallel, the groups that are needed first, if the world spans several hosts.
@@ -154,7 +191,13 @@ class Groups:
         These are the groups of all ranks that previous worlds have used, and the group in which the state is sent. Over
         long distances, each connection takes many round trips. This method does not wait for the connections.
         """
-        generation, place = world.generation, world.place
+        generation, place, store = world.generation, world.place, self._store
+        assert store is not None
+        if 0 < place.rank < KEEPING_RANKS and self._env.driver is not None:
+            args = store, place.rank
+            threading.Thread(
+                target=self._find_next, args=args, name="elastic-next", daemon=True
+            ).start()
         ahead = [(purpose, tuple(range(place.size))) for purpose in self._used]
         if world.holders and world.copying:
             ahead.append((STATE, world.copying))
@@ -481,6 +524,7 @@ class Groups:
             threads.leave_behind(CLOSE_S)
         if self._listener is not None:
             self._listener.close()
+        self._take_ahead(None)
 
     def _out_of_torch(self, timeout_s: float) -> bool:
         """Stop the engine at exit, and wait until no thread of this package runs code of torch.
@@ -495,6 +539,7 @@ class Groups:
         """Close the sockets that a forked child has inherited. Called in the child."""
         if self._listener is not None:
             self._listener.close()
+        self._take_ahead(None)
         for _, abortable in self._cuttable:
             abortable.close_in_forked_child()
 

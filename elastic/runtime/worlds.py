@@ -87,6 +87,7 @@ class DriverWorlds:
         session = self._session
         session.groups.make_room()
         store = session.groups.listen()
+        session.groups.connect_ahead()
 
         def ready(recovery: Recovery) -> list[Action]:
             session.phases.mark("ready", time.monotonic())

@@ -74,3 +74,40 @@ def test_an_aborted_store_keeps_no_connection(served, keeping):
     with pytest.raises(CollectiveFailed) as caught:
         fetch(keeping)
     assert caught.value.aborted
+
+
+def test_connections_that_were_started_ahead_are_used_as_soon_as_the_store_is_served():
+    listener = listen("127.0.0.1")
+    sockets = stores.connect_ahead(listener.address, 2)
+    assert len(sockets) == 2
+    served = Store(listener.address, listener, WAIT_S, secret=SECRET)
+    served.provide("value", lambda: [b"7"])
+    served.open()
+    ahead = Store(listener.address, None, WAIT_S, secret=SECRET, keeps=True, connecting=sockets)
+    used: list[Any] = []
+    try:
+        for _ in range(2):
+            call = Watched()
+            assert ahead.exchange("value", 1, 0, b"", call=call) == [b"7"]
+            used.append(call.kept)
+    finally:
+        ahead.close()
+        served.close()
+    assert used == [True, True]
+    assert all(sock.fileno() == -1 for sock in sockets)
+
+
+def test_connection_that_was_refused_is_made_again_once_a_store_listens():
+    listener = listen("127.0.0.1")
+    listener.close()
+    sockets = stores.connect_ahead(listener.address, 1)
+    again = listen("127.0.0.1", listener.address.port)
+    served = Store(again.address, again, WAIT_S, secret=SECRET)
+    served.provide("value", lambda: [b"7"])
+    served.open()
+    ahead = Store(again.address, None, WAIT_S, secret=SECRET, keeps=True, connecting=sockets)
+    try:
+        assert ahead.exchange("value", 1, 0, b"") == [b"7"]
+    finally:
+        ahead.close()
+        served.close()

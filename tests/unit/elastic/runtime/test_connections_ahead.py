@@ -1,0 +1,60 @@
+"""Connections to the store of the next world, which a rank starts before it knows that world."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+
+pytest.importorskip("torch")
+
+from elastic.protocol.messages import Address, Place, World
+from elastic.rendezvous import environment
+from elastic.rendezvous.store import Call
+from elastic.runtime import process_groups
+from elastic.runtime.process_groups import Groups
+
+WAIT_S = 20.0
+
+
+def enter(groups: list[Groups], generation: int) -> None:
+    """Enter a world of ranks on distant hosts, and wait until they know the address of the next store."""
+    address = groups[0].listen()
+    for each in groups:
+        each.connect_ahead()
+        each.retire()
+    for rank, each in enumerate(groups):
+        place = Place(rank, len(groups), 0, 1, rank, len(groups))
+        world = World(generation, place, address, len(groups), None, "a test")
+        each.open(world, lambda reason: None)
+    for thread in threading.enumerate():
+        if thread.name == "elastic-next":
+            thread.join(WAIT_S)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_requests_of_a_world_when_its_rank_0_was_rank_0_before_then_none_connects(
+    stays, monkeypatch
+):
+    # Closing waits for the threads of all Groups of a process, of which a worker has one.
+    monkeypatch.setattr(process_groups, "CLOSE_S", 0.0)
+    monkeypatch.setattr(process_groups, "_FORM_S", 0.0)
+    env = dataclasses.replace(environment.read({}), driver=Address("127.0.0.1", 1))
+    first, second, third = (Groups(env, lambda: False) for _ in range(3))
+    connects: list[bool] = []
+    connect = Call.connect
+
+    def watched(call, kept, *arguments):
+        connects.append(kept is None)
+        connect(call, kept, *arguments)
+
+    try:
+        enter([first, second, third], 1)
+        monkeypatch.setattr(Call, "connect", watched)
+        enter([first, second] if stays else [third, second], 2)
+    finally:
+        for each in (first, second, third):
+            each.retire()
+            each.close()
+    assert connects == [not stays]
