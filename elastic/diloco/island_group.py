@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import socket
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +43,13 @@ class IslandGroup(ElasticProcessGroup):
         super().__init__(None, PURPOSE, self.islands.members, None)
 
     def enter(self, rt: WorkerRuntime) -> None:
-        """Start the exchange of the islands' names, which `settle` completes."""
-        self._names = _exchanged_names(rt)
+        """Start the exchange of the islands' names, which `settle` completes, and then to connect the group."""
+        place, generation = rt.place, rt.generation
+
+        def connect(names: list[bytes]) -> None:
+            rt.form_ahead(PURPOSE, _named_islands(names, place.rank).members, generation)
+
+        self._names = _exchanged_names(rt, connect)
 
     def settle(self, rt: WorkerRuntime) -> None:
         self.islands = _islands_of(rt, self._names)
@@ -51,7 +57,6 @@ class IslandGroup(ElasticProcessGroup):
         self.ranks = self.islands.members
         self.messages.move(self.ranks)
         self.messages.expect(rt)
-        rt.form_ahead(PURPOSE, self.ranks)
 
     def fits(self, size: int) -> bool:
         """Return whether the group can be used in the current world: always True."""
@@ -130,14 +135,16 @@ def island_group() -> IslandGroup:
 _known: Any = torchs_groups
 
 
-def _exchanged_names(rt: WorkerRuntime) -> StoreExchange | None:
+def _exchanged_names(
+    rt: WorkerRuntime, then: Callable[[list[bytes]], None] | None = None
+) -> StoreExchange | None:
     """Start to exchange the names of the ranks' islands.
 
     Collective, except on a worker that has not joined a world yet or is alone in it, where None is returned.
     """
     if rt.provisional or rt.place.size == 1:
         return None
-    return rt.start_exchange("islands", _own_name(rt).encode())
+    return rt.start_exchange("islands", _own_name(rt).encode(), then)
 
 
 def _islands_of(rt: WorkerRuntime, names: StoreExchange | None) -> Islands:
@@ -152,7 +159,11 @@ def _islands_of(rt: WorkerRuntime, names: StoreExchange | None) -> Islands:
     if names is None:
         return Islands((_own_name(rt),), 0)
     with rt.guard("names of the islands"):
-        return Islands(tuple(name.decode() for name in names.wait()), place.rank)
+        return _named_islands(names.wait(), place.rank)
+
+
+def _named_islands(names: Sequence[bytes], rank: int) -> Islands:
+    return Islands(tuple(name.decode() for name in names), rank)
 
 
 def _own_name(rt: WorkerRuntime) -> str:

@@ -365,6 +365,8 @@ class Rounds:
         owed = [Sent(*each.pending) for each in told if each.pending is not None]
         owed = [each for each in owed if self._is_owed(each)]
         self.pending = min(owed, key=lambda each: each.step, default=None)
+        if self.pending is not None:
+            self.pending = self.schedule.sent_again(self.pending, self.position)
         self._sent_for = None
         if self.quorum and self.islands.leads and len(self.islands.leaders) > 1:
             yield TakePart(sum(self.merged), self.islands.leaders)

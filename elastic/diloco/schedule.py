@@ -71,6 +71,14 @@ class RoundSchedule:
                 return Sent(fragment, step, step + self.delay)
         return None
 
+    def sent_again(self, sent: Sent, position: int) -> Sent:
+        """Return a fragment that is sent again after inner step ``position``, because its merge was interrupted.
+
+        It is merged ``delay`` steps later, or in the step in which the next fragment is sent.
+        """
+        following = next(n for n in itertools.count(position + 1) if self.sent_at(n) is not None)
+        return sent._replace(due=max(sent.due, min(position + self.delay, following)))
+
     def merge(self, number: int) -> Sent:
         """Return the fragment and the steps of merge ``number`` (counted from 0), assuming that no send is skipped."""
         round_, fragment = divmod(number, self.fragments)

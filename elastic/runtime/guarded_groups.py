@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import TYPE_CHECKING, cast
 
@@ -77,12 +77,13 @@ class GuardedGroups:
             key = (purpose, MESSAGES, members)
             self._session.groups.form_when_wanted(key, recovery.generation, place)
 
-    def form_ahead(self, purpose: str, ranks: tuple[int, ...]) -> None:
+    def form_ahead(self, purpose: str, ranks: tuple[int, ...], generation: int) -> None:
         """Start to connect a CPU group in the background. See `WorkerRuntime.form_ahead`."""
         recovery = self._session.recovery
-        if not recovery.provisional and recovery.place.several_hosts and len(ranks) > 1:
+        needed = recovery.place.several_hosts and len(ranks) > 1
+        if needed and not recovery.provisional and recovery.generation == generation:
             key = (purpose, "cpu", ranks)
-            self._session.groups.form_ahead(key, recovery.generation, recovery.place)
+            self._session.groups.form_ahead(key, generation, recovery.place)
 
     def copy_group(self, name: str, ranks: tuple[int, ...]) -> Collectives | DistantGroup:
         """Return the group in which these ranks copy values. See `WorkerRuntime.copy_group`."""
@@ -102,12 +103,14 @@ class GuardedGroups:
 
         return DistantGroup(rank, len(ranks), start, form)
 
-    def start_exchange(self, key: str, blob: bytes) -> StoreExchange:
+    def start_exchange(
+        self, key: str, blob: bytes, then: Callable[[list[bytes]], None] | None = None
+    ) -> StoreExchange:
         """Start to exchange bytes with all ranks of the world. See `WorkerRuntime.start_exchange`."""
         groups, place = self._session.groups, self._session.recovery.place
         assert groups.store is not None, "a world of several ranks has a store"
         limit_s = self._session.env.collective_timeout_s
-        return StoreExchange(groups.store, key, place.rank, place.size, blob, limit_s)
+        return StoreExchange(groups.store, key, place.rank, place.size, blob, limit_s, then)
 
     def _formed(self, purpose: str, kind: str, members: tuple[int, ...]) -> Collectives:
         session = self._session
@@ -247,8 +250,16 @@ class StoreExchange:
     """Exchange of bytes between ranks of a world through its store, in the background. See `Store.exchange`."""
 
     def __init__(
-        self, store: Store, key: str, rank: int, size: int, blob: bytes, timeout_s: float
+        self,
+        store: Store,
+        key: str,
+        rank: int,
+        size: int,
+        blob: bytes,
+        timeout_s: float,
+        then: Callable[[list[bytes]], None] | None = None,
     ) -> None:
+        self._then = then
         self._blobs: list[bytes] = []
         self._error: CollectiveFailed | None = None
         # Not begun by `threads.begin`: it runs no code of torch, so an exiting process need not wait for other ranks.
@@ -267,6 +278,9 @@ class StoreExchange:
             self._blobs = store.exchange(key, rank, size, blob, timeout_s)
         except CollectiveFailed as error:
             self._error = error
+            return
+        if self._then is not None:
+            self._then(self._blobs)
 
     def wait(self) -> list[bytes]:
         """Return the bytes of all ranks, by rank. Call this under `WorkerRuntime.guard`.

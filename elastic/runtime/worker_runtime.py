@@ -8,7 +8,7 @@ commits, and `GuardedGroups` collectives. Operations needed in every step are me
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -161,20 +161,28 @@ class WorkerRuntime:
         """
         return self._groups.copy_group(name, ranks)
 
-    def start_exchange(self, key: str, blob: bytes) -> StoreExchange:
+    def start_exchange(
+        self, key: str, blob: bytes, then: Callable[[list[bytes]], None] | None = None
+    ) -> StoreExchange:
         """Start to exchange a few bytes with all ranks of the world, in the background. Collective.
 
         The exchange takes fewer round trips than the first negotiated collective of a world. Must not be called in a
         world of one rank.
-        """
-        return self._groups.start_exchange(key, blob)
 
-    def form_ahead(self, purpose: str, ranks: tuple[int, ...]) -> None:
+        Args:
+            key: name of the exchange, which ranks may use again once the exchange is complete.
+            blob: bytes that this rank sends.
+            then: called in the background with the bytes of all ranks, before `StoreExchange.wait` returns them.
+        """
+        return self._groups.start_exchange(key, blob, then)
+
+    def form_ahead(self, purpose: str, ranks: tuple[int, ...], generation: int) -> None:
         """Start to connect the CPU group of these ranks in the background, if the world spans several hosts.
 
-        Must be called on all of these ranks, and the group must be used in this world.
+        Must be called on all of these ranks, and the group must be used in this world. No effect if ``generation``
+        has ended. Thread-safe.
         """
-        self._groups.form_ahead(purpose, ranks)
+        self._groups.form_ahead(purpose, ranks, generation)
 
     def wanted(self, purpose: str, device_type: str, ranks: tuple[int, ...] | None = None) -> bool:
         """Return whether other ranks are waiting for this rank to create this group.

@@ -1,15 +1,25 @@
 """Arithmetic of DiLoCo, and what a state commits, restores and refuses."""
 
+import contextlib
 import copy
 import threading
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 
 import elastic
+from elastic import context
 from elastic.collectives.distant_group import DistantGroup
+from elastic.diloco import diloco as diloco_module
 from elastic.errors import Invalid
+from elastic.negotiation import submission
+from elastic.protocol.messages import Place
+from elastic.rendezvous.store import Store, listen
+from elastic.runtime import lifecycle
+from elastic.runtime.guarded_groups import StoreExchange
+from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.torch_backend.group_names import names
 from harness.fakes import collectives as fake
 from harness.golden import raises
@@ -520,3 +530,52 @@ def test_transfer_omits_fragments_of_which_all_receivers_have_the_same_merges(
         assert all(map(torch.equal, bits(one.model), bits(two.model)))
         assert all(map(torch.equal, one.outer + momentum(one), two.outer + momentum(two)))
         assert all(map(torch.equal, one.outer + momentum(one), root.outer + momentum(root)))
+
+
+class DistantRank:
+    """Runtime of a rank on a host of its own, which exchanges reports through a store."""
+
+    def __init__(self, rank: int, store: Store) -> None:
+        self.rt: Any = create_autospec(WorkerRuntime, instance=True)
+        self.rt.place = Place(rank, 2, 0, 1, rank, 2)
+        self.rt.provisional, self.rt.generation = False, 4
+        self.rt.guard.side_effect = lambda name: contextlib.nullcontext()
+        self.rt.start_exchange.side_effect = lambda key, blob: StoreExchange(
+            store, key, rank, 2, blob, 10.0
+        )
+
+
+@pytest.mark.parametrize(("limit", "negotiated"), [(diloco_module.REPORT_LIMIT, 0), (10, 2)])
+def test_distant_ranks_compare_reports_through_the_store_unless_they_are_long(
+    limit, negotiated, monkeypatch
+):
+    monkeypatch.setattr(diloco_module, "REPORT_LIMIT", limit)
+    listener = listen("127.0.0.1")
+    served = Store(listener.address, listener, 10.0, generation=4)
+    served.open()
+    states, local = [trained_state(steps, 2) for steps in (7, 6)], threading.local()
+    met, reports = threading.Barrier(2), {}
+
+    def agree(kind, name, report):
+        rank = local.rt.place.rank
+        reports[rank] = report
+        met.wait(10.0)
+        return [reports[0], reports[1]]
+
+    monkeypatch.setattr(lifecycle, "active", lambda: local.rt)
+    monkeypatch.setattr(context, "current", lambda: local.rt)
+    monkeypatch.setattr(submission, "agree", create_autospec(agree, side_effect=agree))
+
+    def enter(state, rank):
+        local.rt = DistantRank(rank, served).rt
+        diloco = state.diloco
+        if rank == 0:  # Rank 1 has received its state first.
+            diloco.begin_reconcile()
+        diloco.reconcile()
+        return diloco.position
+
+    try:
+        assert at_once(enter, states, [0, 1]) == [7, 7]
+    finally:
+        served.close()
+    assert submission.agree.call_count == negotiated

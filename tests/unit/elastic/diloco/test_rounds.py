@@ -58,6 +58,20 @@ def test_leader_exchanges_the_mean_and_shares_it():
     ]
 
 
+def test_merge_that_was_due_when_the_world_failed_is_awaited_a_delay_later():
+    rounds = Rounds(RoundSchedule(8, 1, 3))
+    for _ in range(10):
+        performed(rounds.step(1, Islands.apart(1, 0)), {})
+    actions = rounds.step(1, Islands.apart(1, 0))
+    assert next(actions) == AwaitMean(0)
+    rounds.interrupted()
+    assert performed(rounds.enter(2, Islands.apart(1, 0)), {CompareReports: [rounds.report()]}) == [
+        StartMean(Sent(0, 8, 14), (0,), None)
+    ]
+    steps = [[*map(type, performed(rounds.step(2, Islands.apart(1, 0)), {}))] for _ in range(3)]
+    assert steps == [[], [], [AwaitMean, ApplyMean]]
+
+
 def test_other_member_receives_the_mean_from_the_leader():
     assert stepped(Rounds(RoundSchedule(1)), 2, None, {CompareIsland: [0.0, 0.0]}) == [
         CompareIsland(Sent(0, 1, 1), 0.0),

@@ -39,6 +39,19 @@ def test_each_fragment_is_sent_once_a_round_and_merged_before_the_next_is_sent(
 
 
 @pytest.mark.parametrize(
+    ("position", "due"),
+    [(4, 7), (5, 8), (6, 8), (7, 8), (9, 12)],  # fragments are sent after steps 4, 8, 12 and 16
+)
+def test_interrupted_merge_is_due_a_delay_later_or_when_the_next_fragment_is_sent(position, due):
+    schedule = RoundSchedule(every=8, fragments=2, delay=3)
+    assert schedule.sent_again(Sent(0, 4, 7), position) == Sent(0, 4, due)
+
+
+def test_interrupted_merge_without_a_delay_is_due_immediately():
+    assert RoundSchedule(every=4).sent_again(Sent(0, 4, 4), 5) == Sent(0, 4, 5)
+
+
+@pytest.mark.parametrize(
     "arguments", [(0,), (True,), (1.5,), (8, 0), (8, 9), (8, 2, 4), (8, 1, 8), (8, 1, -1)]
 )
 def test_schedule_refuses_arguments_out_of_range(arguments):
