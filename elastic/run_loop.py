@@ -358,9 +358,8 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         return
     if rt.commits.went_back(state) and rt.first_not_finite is not None:
         rt.first_not_finite.began()
-    receives = world.place.rank in world.copying[1:]
-    if world.holders > 0 and not receives and not has_custom_sync(state):
-        state.begin_reconcile()  # before other waits, because no later step changes what is exchanged
+    if world.holders > 0 and not has_custom_sync(state):
+        state.begin_reconcile()
     early = runs_script_in_reset(state)  # The script may use process sets and groups.
     if early:
         _log(copy_sets())

@@ -18,7 +18,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Generator, Hashable, Iterable, Sequence
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -46,6 +46,7 @@ from elastic.diloco.rounds import (
     TakeInner,
     TakeMerges,
     TakePart,
+    adopted,
 )
 from elastic.diloco.schedule import RoundSchedule, partition
 from elastic.errors import Invalid, NotInitialized, PeerLost, StateMismatch
@@ -69,8 +70,10 @@ class SentReport(NamedTuple):
     """Report of this rank that is being exchanged in the background."""
 
     world: Hashable
-    report: str
     exchange: StoreExchange
+    senders: Mapping[
+        int, int
+    ]  # ranks that receive the state afterwards, each with the rank that sends it
 
 
 class DiLoCo:
@@ -174,9 +177,7 @@ class DiLoCo:
         self.bytes_sent = 0
         # Name of this object in a state, which repeats an interrupted merge in the next world; None without a state.
         self.name_in_state: str | None = None
-        self._sent_report: SentReport | None = (
-            None  # not None iff `begin_reconcile` has sent a report
-        )
+        self._begun: SentReport | None = None  # not None iff `begin_reconcile` has sent a report
         # Quantization errors of this worker's last merged pseudo-gradients, by fragment; empty without quantization.
         self._residuals: list[torch.Tensor] = []
         if self._format is not None:
@@ -327,19 +328,25 @@ class DiLoCo:
         return None
 
     def _compare_reports(self, report: str) -> Sequence[str]:
-        sent, self._sent_report = self._sent_report, None
+        begun, self._begun = self._begun, None
+        rt = lifecycle.active()
         if _context() is None or submission.group_size(torch.device("cpu")) == 1:
             return [report]
-        rt = lifecycle.active()
-        if rt is not None and self._is_distant(rt):
-            if sent is None or sent.world != _world_of(rt):
-                sent = self._send_report(rt, report)
-            assert sent.report == report, "the rounds have changed since the report was sent"
-            with rt.guard(REPORTS):
-                blobs = sent.exchange.wait()
-            if all(blobs):
-                return [blob.decode() for blob in blobs]
-        return submission.agree("diloco", "position", report)
+        if rt is None or not self._is_distant(rt):
+            return submission.agree("diloco", "position", report)
+        if begun is None or begun.world != _world_of(rt):
+            begun = self._send_report(rt, report)
+        with rt.guard(REPORTS):
+            blobs = begun.exchange.wait()
+        if not all(blobs):
+            return submission.agree("diloco", "position", report)
+        reports = adopted([blob.decode() for blob in blobs], begun.senders)
+        if reports[rt.place.rank] != report:
+            raise StateMismatch(
+                "DiLoCo's counters changed while this worker entered a world, so its merges would differ from those of"
+                " the other workers: do not change them in reset callbacks"
+            )
+        return reports
 
     def _is_distant(self, rt: WorkerRuntime) -> bool:
         """Return whether ranks exchange reports through the store. Equal on all ranks.
@@ -348,11 +355,13 @@ class DiLoCo:
         """
         return rt.place.several_hosts and self.name_in_state is not None
 
-    def _send_report(self, rt: WorkerRuntime, report: str) -> SentReport:
+    def _send_report(
+        self, rt: WorkerRuntime, report: str, senders: Mapping[int, int] | None = None
+    ) -> SentReport:
         # An empty blob makes all ranks use a collective instead.
         blob = report.encode() if len(report) <= REPORT_LIMIT else b""
         exchange = rt.start_exchange(f"{REPORTS} {self.name_in_state}", blob)
-        return SentReport(_world_of(rt), report, exchange)
+        return SentReport(_world_of(rt), exchange, senders or {})
 
     def _take_part(self, merge: int, leaders: tuple[int, ...]) -> None:
         """Start taking part in this world's merges in the background. Called on a leader."""
@@ -687,12 +696,16 @@ class DiLoCo:
     # ---- interface for the state handler ---------------------------------------------------------
 
     def begin_reconcile(self) -> None:
-        """Send the report that `reconcile` compares with those of the other ranks, if their hosts are distant."""
+        """Send the report that `reconcile` compares with those of the other ranks, if their hosts are distant.
+
+        Called on all ranks before some of them receive the state of another rank. The other ranks compute the reports
+        of those ranks as they will be afterwards, and need not wait for them.
+        """
         rt = lifecycle.active()
-        if rt is None or rt.provisional or not self._is_distant(rt):
+        if rt is None or rt.world is None or rt.provisional or not self._is_distant(rt):
             return
         if self.rounds.is_new(_world_of(rt)):
-            self._sent_report = self._send_report(rt, self.rounds.report())
+            self._begun = self._send_report(rt, self.rounds.report(), rt.world.senders)
 
     def reconcile(self) -> None:
         """Synchronize with the ranks of a new world, and complete a pending merge of the previous world. Collective.

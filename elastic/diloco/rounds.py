@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Generator, Hashable, Sequence
+import operator
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -167,6 +168,32 @@ class WorldReport(NamedTuple):
         tuple[int, tuple[str, ...]]
     ]  # names of the absent islands in the latest merges, by number of the merge
     took: bool  # whether the rank has received merges from another rank
+
+
+def adopted(reports: Sequence[str], senders: Mapping[int, int]) -> list[str]:
+    """Return the reports of all ranks as they are after some ranks have received the state of another rank.
+
+    Ranks can therefore report before that, and need not wait for each other.
+
+    Args:
+        reports: the reports of all ranks, by rank, as of the time before.
+        senders: ranks that receive the state, each with the rank that sends it.
+    """
+    told = [WorldReport(*json.loads(report)) for report in reports]
+    found = list(reports)
+    for rank, sender in senders.items():
+        mine, theirs = told[rank], told[sender]
+        own_steps, merges_before = mine.origin
+        gained = any(map(operator.gt, theirs.merged, mine.merged))
+        absent = dict(mine.absent) | dict(theirs.absent)
+        found[rank] = json.dumps(
+            theirs._replace(
+                origin=(own_steps, merges_before if own_steps else sum(theirs.merged)),
+                absent=sorted(absent.items())[-MOST_ABSENT:],
+                took=mine.took or gained,
+            )
+        )
+    return found
 
 
 class Rounds:

@@ -749,9 +749,17 @@ class World(Message):
     @property
     def copying(self) -> tuple[int, ...]:
         """Ranks of the group in which this rank sends or receives the state, the sender first, or ()."""
-        groups = self.copies if self.copies and self.holders else [[0, *self.lacking]]
-        found = (group for group in groups if self.place.rank in group and len(group) > 1)
+        found = (group for group in self._groups if self.place.rank in group and len(group) > 1)
         return tuple(next(found, ()))
+
+    @property
+    def senders(self) -> dict[int, int]:
+        """Ranks that receive the state, each with the rank that sends it."""
+        return {rank: sender for sender, *receivers in self._groups for rank in receivers}
+
+    @property
+    def _groups(self) -> list[list[int]]:
+        return self.copies if self.copies and self.holders else [[0, *self.lacking]]
 
 
 class Broken(Message):

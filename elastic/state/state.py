@@ -239,9 +239,9 @@ class State:
         """
 
     def begin_reconcile(self) -> None:
-        """Start exchanges of `reconcile` that can run while this worker waits for others. Does not wait.
+        """Start exchanges of `reconcile` that can run while workers wait for each other. Does not wait.
 
-        Called in a new world, on workers that do not receive the state of another worker.
+        Called on all workers in a new world, before the state is sent to some of them.
         """
 
     def reconcile(self) -> None:

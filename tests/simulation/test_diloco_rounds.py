@@ -35,6 +35,7 @@ from elastic.diloco.rounds import (
     TakeInner,
     TakeMerges,
     TakePart,
+    adopted,
 )
 from elastic.diloco.schedule import RoundSchedule
 
@@ -447,6 +448,8 @@ class Simulation:
         survivors = list(self.workers.values())
         newest = max(each.rounds.position for each in survivors)
         root = self.draw.choice([each for each in survivors if each.rounds.position == newest])
+        reports = {n.number: n.rounds.report() for n in [*survivors, *self.newcomers]}
+        receivers = [n for n in [*survivors, *self.newcomers] if n.rounds.position < newest]
         for each in [*survivors, *self.newcomers]:
             if each.rounds.position < newest:
                 if each.rounds.own_steps:
@@ -467,6 +470,9 @@ class Simulation:
         self.draw.shuffle(members)
         members.sort(key=lambda n: n != root.number)
         names = tuple(self.workers[n].island for n in members)
+        senders = {members.index(each.number): 0 for each in receivers}
+        found = adopted([reports[number] for number in members], senders)
+        assert found == [self.workers[number].rounds.report() for number in members]
         self.world = World(self.world.number + 1, members, names)
 
     def check_end(self) -> None:

@@ -167,7 +167,7 @@ def test_digest_of_a_copy_when_another_rank_than_0_sends_then_it_is_not_reported
     ("rank", "holders", "script", "order"),
     [
         (0, 2, False, ["begin_reconcile", "on_reset", "transfer", "copy_sets", "settle"]),
-        (2, 2, False, ["on_reset", "transfer", "copy_sets", "settle"]),  # receives the state first
+        (2, 2, False, ["begin_reconcile", "on_reset", "transfer", "copy_sets", "settle"]),
         (0, 2, True, ["begin_reconcile", "copy_sets", "settle", "on_reset", "transfer"]),
         (0, 0, False, ["on_reset", "transfer", "copy_sets", "settle"]),
     ],

@@ -15,7 +15,7 @@ from elastic.collectives.distant_group import DistantGroup
 from elastic.diloco import diloco as diloco_module
 from elastic.errors import Invalid
 from elastic.negotiation import submission
-from elastic.protocol.messages import Place
+from elastic.protocol.messages import Address, Commit, Place, World
 from elastic.rendezvous.store import Store, listen
 from elastic.runtime import lifecycle
 from elastic.runtime.guarded_groups import StoreExchange
@@ -539,6 +539,7 @@ class DistantRank:
         self.rt: Any = create_autospec(WorkerRuntime, instance=True)
         self.rt.place = Place(rank, 2, 0, 1, rank, 2)
         self.rt.provisional, self.rt.generation = False, 4
+        self.rt.world = World(4, self.rt.place, Address("h", 1), 1, Commit(3, 7), "rank 1 lags")
         self.rt.guard.side_effect = lambda name: contextlib.nullcontext()
         self.rt.start_exchange.side_effect = lambda key, blob: StoreExchange(
             store, key, rank, 2, blob, 10.0
@@ -554,7 +555,7 @@ def test_distant_ranks_compare_reports_through_the_store_unless_they_are_long(
     served = Store(listener.address, listener, 10.0, generation=4)
     served.open()
     states, local = [trained_state(steps, 2) for steps in (7, 6)], threading.local()
-    met, reports = threading.Barrier(2), {}
+    met, reports, shared = threading.Barrier(2), {}, states[0].diloco.rounds.shared()
 
     def agree(kind, name, report):
         rank = local.rt.place.rank
@@ -569,8 +570,10 @@ def test_distant_ranks_compare_reports_through_the_store_unless_they_are_long(
     def enter(state, rank):
         local.rt = DistantRank(rank, served).rt
         diloco = state.diloco
-        if rank == 0:  # Rank 1 has received its state first.
-            diloco.begin_reconcile()
+        diloco.begin_reconcile()
+        met.wait(10.0)
+        if rank == 1:
+            diloco.take_shared(shared)
         diloco.reconcile()
         return diloco.position
 
