@@ -343,10 +343,9 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     following_group.follow(rt, first=first and not joined)
     rt.kept_variables.follow(rt.place, first=first)
     following_samplers.follow()
-    copy_sets = process_sets.start_copy(rt, world.copying)
     reset = state.reset if first else state.on_reset
     if state.is_sharded():
-        _log(copy_sets())
+        _log(process_sets.start_copy(rt, world.copying)())
         following_group.settle(rt)
         with timeline.during("state", COPY):
             copied, from_checkpoint, shards = durable.bring_shards(rt, state, reset)
@@ -360,6 +359,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         rt.first_not_finite.began()
     if world.holders > 0 and not has_custom_sync(state):
         state.begin_reconcile()
+    copy_sets = process_sets.start_copy(rt, world.copying)
     early = runs_script_in_reset(state)  # The script may use process sets and groups.
     if early:
         _log(copy_sets())

@@ -166,10 +166,10 @@ def test_digest_of_a_copy_when_another_rank_than_0_sends_then_it_is_not_reported
 @pytest.mark.parametrize(
     ("rank", "holders", "script", "order"),
     [
-        (0, 2, False, ["begin_reconcile", "on_reset", "transfer", "copy_sets", "settle"]),
-        (2, 2, False, ["begin_reconcile", "on_reset", "transfer", "copy_sets", "settle"]),
-        (0, 2, True, ["begin_reconcile", "copy_sets", "settle", "on_reset", "transfer"]),
-        (0, 0, False, ["on_reset", "transfer", "copy_sets", "settle"]),
+        (0, 2, False, ["begin_reconcile", "start", "on_reset", "transfer", "copy_sets", "settle"]),
+        (2, 2, False, ["begin_reconcile", "start", "on_reset", "transfer", "copy_sets", "settle"]),
+        (0, 2, True, ["begin_reconcile", "start", "copy_sets", "settle", "on_reset", "transfer"]),
+        (0, 0, False, ["start", "on_reset", "transfer", "copy_sets", "settle"]),
     ],
 )
 def test_exchange_that_nothing_precedes_starts_before_a_rank_waits(rank, holders, script, order):
@@ -185,7 +185,8 @@ def test_exchange_that_nothing_precedes_starts_before_a_rank_waits(rank, holders
         patch.object(run_loop, "has_custom_sync", return_value=False),
         patch.object(run_loop, "runs_script_in_reset", return_value=script),
     ):
-        start.return_value = lambda: calls.append(call.copy_sets()) or []
+        complete = lambda: calls.append(call.copy_sets()) or []
+        start.side_effect = lambda *_: (calls.append(call.start()), complete)[1]
         run_loop._enter_world(rt, state, "", first=False)
     assert [name for name, *_ in calls if name in {*order, "begin_reconcile"}] == order
 

@@ -565,7 +565,8 @@ def test_distant_ranks_compare_reports_through_the_store_unless_they_are_long(
 
     monkeypatch.setattr(lifecycle, "active", lambda: local.rt)
     monkeypatch.setattr(context, "current", lambda: local.rt)
-    monkeypatch.setattr(submission, "agree", create_autospec(agree, side_effect=agree))
+    negotiate = create_autospec(agree, side_effect=agree)
+    monkeypatch.setattr(submission, "agree", negotiate)
 
     def enter(state, rank):
         local.rt = DistantRank(rank, served).rt
@@ -581,4 +582,4 @@ def test_distant_ranks_compare_reports_through_the_store_unless_they_are_long(
         assert at_once(enter, states, [0, 1]) == [7, 7]
     finally:
         served.close()
-    assert submission.agree.call_count == negotiated
+    assert negotiate.call_count == negotiated
