@@ -176,6 +176,11 @@ def test_exchange_that_nothing_precedes_starts_before_a_rank_waits(rank, holders
     place, commit = Place(rank, 3, rank, 3, 0, 1), Commit(3, 5) if holders else None
     rt, state = entering(World(4, place, Address("h", 1), holders, commit, "h:1#2 joined"))
     calls = state.mock_calls
+
+    def copy_sets() -> list[str]:
+        calls.append(call.copy_sets())
+        return []
+
     with (
         patch.object(durable, "entered"),
         patch.object(durable, "resume"),
@@ -185,8 +190,7 @@ def test_exchange_that_nothing_precedes_starts_before_a_rank_waits(rank, holders
         patch.object(run_loop, "has_custom_sync", return_value=False),
         patch.object(run_loop, "runs_script_in_reset", return_value=script),
     ):
-        complete = lambda: calls.append(call.copy_sets()) or []
-        start.side_effect = lambda *_: (calls.append(call.start()), complete)[1]
+        start.side_effect = lambda *_: (calls.append(call.start()), copy_sets)[1]
         run_loop._enter_world(rt, state, "", first=False)
     assert [name for name, *_ in calls if name in {*order, "begin_reconcile"}] == order
 
