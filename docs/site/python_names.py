@@ -34,21 +34,21 @@ class Group(NamedTuple):
 
 GROUPS = (
     Group(
-        "Start and place",
+        "Initialization and ranks",
         (
             Entry(
                 "init is_initialized shutdown",
                 """
                 elastic.init()
                 assert elastic.is_initialized()
-                elastic.shutdown()  # as a rule not needed: the end of the process is enough
+                elastic.shutdown()  # optional: runs automatically when the process exits
                 elastic.init(process_sets="dynamic")
                 """,
             ),
             Entry(
                 "rank size",
                 """
-                if elastic.rank() == 0:  # ask each time: both change with the world
+                if elastic.rank() == 0:  # do not cache the rank or the size: both change with the world
                     print(f"{elastic.size()} workers")
                 """,
             ),
@@ -57,9 +57,9 @@ GROUPS = (
                 """
                 if torch.cuda.is_available():
                     torch.cuda.set_device(elastic.local_rank())
-                hosts = elastic.cross_size()  # how many hosts have a worker with this local rank
+                hosts = elastic.cross_size()  # number of hosts with a worker of this local rank
                 assert elastic.cross_rank() < hosts and elastic.local_size() >= 1
-                assert elastic.is_homogeneous() in (True, False)  # whether all hosts have equally many
+                assert elastic.is_homogeneous() in (True, False)  # whether all hosts have the same number of workers
                 """,
             ),
         ),
@@ -96,7 +96,7 @@ GROUPS = (
             Entry(
                 "ObjectState",
                 """
-                progress = elastic.ObjectState(best=0.0, names=["a"])  # anything that can be pickled
+                progress = elastic.ObjectState(best=0.0, names=["a"])  # any values that can be pickled
                 progress.best = 0.5
                 progress.commit()
                 """,
@@ -108,7 +108,7 @@ GROUPS = (
                 batches = torch.utils.data.DataLoader(dataset, batch_size=4, sampler=sampler)
                 state = elastic.TorchState(model=model, sampler=sampler, epoch=0)
                 for number, batch in enumerate(batches):
-                    sampler.record_batch(number, 4)  # it will not be given again in this epoch
+                    sampler.record_batch(number, 4)  # these samples are not repeated in this epoch
                 sampler.set_epoch(1)
                 """,
             ),
@@ -122,7 +122,7 @@ GROUPS = (
             Entry(
                 "long_phase",
                 """
-                with elastic.long_phase("evaluation"):  # the others may wait for this worker
+                with elastic.long_phase("evaluation"):  # other workers may wait for this worker
                     loss = torch.nn.functional.mse_loss(model(inputs), targets)
                 """,
             ),
@@ -153,7 +153,7 @@ GROUPS = (
                 "Shards",
                 """
                 model = torch.nn.Linear(4, 1)
-                shards = elastic.Shards(4, seed=1)  # the same weights in every world, bit by bit
+                shards = elastic.Shards(4, seed=1)  # bitwise identical weights in every world
                 exact = elastic.DistributedOptimizer(
                     torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shards=shards
                 )
@@ -194,7 +194,7 @@ GROUPS = (
             Entry(
                 "join",
                 """
-                last = elastic.join()  # this rank has no more data; the last one to come
+                last = elastic.join()  # this rank has no more data; returns the last rank that joined
                 """,
             ),
         ),
@@ -225,7 +225,7 @@ GROUPS = (
                 "grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_",
                 """
                 pair = [torch.ones(2), torch.ones(3)]
-                means = elastic.grouped_allreduce(pair)  # they travel together
+                means = elastic.grouped_allreduce(pair)  # both tensors are reduced in one collective
                 elastic.grouped_allreduce_(pair)
                 means = elastic.synchronize(elastic.grouped_allreduce_async(pair))
                 elastic.synchronize(elastic.grouped_allreduce_async_(pair))
@@ -250,7 +250,7 @@ GROUPS = (
             Entry(
                 "allgather allgather_async grouped_allgather grouped_allgather_async",
                 """
-                rows = elastic.allgather(torch.ones(2, 3))  # of all ranks, one after another
+                rows = elastic.allgather(torch.ones(2, 3))  # the rows of all ranks, in the order of ranks
                 rows = elastic.synchronize(elastic.allgather_async(torch.ones(2, 3)))
                 several = elastic.grouped_allgather([torch.ones(2), torch.ones(3)])
                 several = elastic.synchronize(elastic.grouped_allgather_async([torch.ones(2)]))
@@ -279,7 +279,7 @@ GROUPS = (
                 """
                 elastic.barrier()
                 handle = elastic.allreduce_async(torch.ones(3))
-                ready = elastic.poll(handle)  # whether synchronize would return at once
+                ready = elastic.poll(handle)  # whether synchronize() would return immediately
                 mean = elastic.synchronize(handle)
                 """,
             ),
@@ -334,7 +334,7 @@ GROUPS = (
         ),
     ),
     Group(
-        "Start and steer jobs",
+        "Start and control jobs",
         (
             Entry(
                 "launch Report JobFailed",
@@ -363,9 +363,9 @@ GROUPS = (
                 """
                 try:
                     elastic.Job("nightly").scale(4)
-                except elastic.RequestRefused as refused:  # the job says why
+                except elastic.RequestRefused as refused:  # the message contains the reason
                     print(refused)
-                except ValueError as error:  # there is no such job
+                except ValueError as error:  # no job has this name
                     print(error)
                 """,
             ),
@@ -384,9 +384,9 @@ GROUPS = (
                     raise
                 except (elastic.TensorMismatch, elastic.StateMismatch) as error:  # ranks differ
                     print(error)
-                except elastic.NotElastic as error:  # such a model can't follow a changed world
+                except elastic.NotElastic as error:  # not supported when the world changes
                     print(error)
-                except elastic.ElasticError as error:  # any other of this package
+                except elastic.ElasticError as error:  # base class of the errors of this package
                     print(error)
                 """,
             ),
@@ -396,7 +396,7 @@ GROUPS = (
                 try:
                     elastic.barrier()
                 except (elastic.PeerLost, elastic.WorldChanging, elastic.Interrupted):
-                    raise  # they belong to elastic.run: clean up, and let them pass
+                    raise  # elastic.run handles these exceptions: clean up, then re-raise
                 """,
             ),
             Entry(
@@ -404,7 +404,7 @@ GROUPS = (
                 """
                 import warnings
 
-                warnings.simplefilter("error", elastic.StaleValueWarning)  # kept RANK ends the worker
+                warnings.simplefilter("error", elastic.StaleValueWarning)  # a stale copy of RANK ends the worker
                 """,
             ),
         ),

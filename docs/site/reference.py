@@ -65,9 +65,9 @@ def commands() -> str:
     parts = [
         MADE,
         "# Commands",
-        "`horovodrun` is another name of `elasticrun`. Every command shows its flags with `--help`; `elasticrun` shows"
-        " all of its flags with `--help-all`. Flags take precedence over the configuration file (`--config-file`), the"
-        " file over environment variables, and these over defaults.",
+        "`horovodrun` is an alias of `elasticrun`. Every command prints its flags with `--help`. `elasticrun` prints"
+        " all of its flags with `--help-all`. Flags take precedence over the configuration file (`--config-file`). The"
+        " configuration file takes precedence over environment variables, and environment variables over defaults.",
     ]
     for name, parser in COMMANDS.items():
         made = parser()
@@ -116,17 +116,19 @@ def variables() -> str:
     parts = [
         MADE,
         "# Variables and keys",
-        "Each variable and key sets a flag; the flag itself takes precedence. A switch is 1 or 0.",
+        "Each variable and each key sets a flag. A flag on the command line takes precedence over its variable and its"
+        " key. The value of a switch is 1 or 0.",
         "## Environment variables",
         "\n".join(["| variable | flag |", "|---|---|", *rows]),
         "## Keys of the configuration file",
         "`--config-file FILE` is a YAML file with sections, as in Horovod. Keys are given as `section.key`.",
         "\n".join(["| key | flag |", "|---|---|", *keys]),
         "## Keyword arguments",
-        "`elastic.launch`, and `elastic.ray.run` and `Executor`, accept these options; the flag has the meaning.",
+        "`elastic.launch`, `elastic.ray.run` and `elastic.ray.Executor` accept these options as keyword arguments. The"
+        " help of the flag describes the option.",
         "\n".join(["| keyword | type | flag | functions |", "|---|---|---|---|", *_keyword_rows()]),
-        "[launchers](../launchers.md) lists the variables that other launchers set, and [horovod](../horovod.md) those"
-        " of Horovod that have no meaning here.",
+        "[Launchers](../launchers.md) lists the variables that other launchers set. [Horovod](../horovod.md) lists the"
+        " variables of Horovod that have no effect.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -166,7 +168,8 @@ def metrics() -> str:
     parts = [
         MADE,
         "# Metrics",
-        "`--metrics-port` serves these metrics for Prometheus at `/metrics`. There, names of counters end in `_total`.",
+        "`--metrics-port` serves these metrics for Prometheus at `/metrics`. In this text, the name of each counter ends in"
+        " `_total`.",
         "\n".join(["| name | kind | labels | meaning |", "|---|---|---|---|", *_metric_rows()]),
     ]
     return "\n\n".join(parts) + "\n"
@@ -192,8 +195,8 @@ def api() -> str:
         MADE,
         "# Python",
         "Every name is available as `elastic.NAME`, and is imported at its first use. `horovod.torch` provides the same"
-        " under Horovod's names: [every name](../horovod.md). Each example continues the previous examples of its"
-        " section. All examples except those that start jobs begin with this code:",
+        " functions and classes under [Horovod's names](../horovod.md). Each example continues the previous examples of"
+        " its section. All examples except those that start jobs begin with this code:",
         f"```python\n{PRELUDE}```",
     ]
     for group in GROUPS:
