@@ -168,8 +168,8 @@ def metrics() -> str:
     parts = [
         MADE,
         "# Metrics",
-        "`--metrics-port` serves these metrics for Prometheus at `/metrics`. In this text, the name of each counter ends in"
-        " `_total`.",
+        "`--metrics-port` serves these metrics for Prometheus at `/metrics`. In this text, the name of each"
+        " counter ends in `_total`.",
         "\n".join(["| name | kind | labels | meaning |", "|---|---|---|---|", *_metric_rows()]),
     ]
     return "\n\n".join(parts) + "\n"
