@@ -16,7 +16,10 @@ MARKS = {
 
 
 def warn_of_conflicts(package: str, folder: str) -> None:
-    """Issue a RuntimeWarning if this package's folder contains files of another package. Called only by the driver."""
+    """Issue a RuntimeWarning if this package's folder contains files of another package.
+
+    This function is called only by the driver.
+    """
     if "ELASTIC_WORKER" in os.environ:
         return
     for mark in MARKS[package]:

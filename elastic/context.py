@@ -1,6 +1,7 @@
 """Access to this process's runtime for lower layers: collectives, reports and traces.
 
-`elastic.runtime.lifecycle` registers itself here when it is imported. Higher layers import that module directly.
+`elastic.runtime.lifecycle` registers itself in this module when it is imported. Higher layers import that module
+directly.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init(). (If only el
 class Context(Protocol):
     """Interface of the runtime that collectives, gradients, reports and traces need.
 
-    ``engine``, ``tracing``, ``account``, ``reporting`` and ``first_not_finite`` have the type Any here, because their
-    types are defined in higher layers.
+    ``engine``, ``tracing``, ``account``, ``reporting`` and ``first_not_finite`` have the type Any in this interface,
+    because their types are defined in higher layers.
     """
 
     env: Environment

@@ -19,7 +19,7 @@ raised_as: dict[type[Interrupted], type[Interrupted]] = {}
 class Interrupted(BaseException):
     """Base class of the exceptions that return control from user code to ``elastic.run``.
 
-    They are not errors. Do not catch them.
+    These exceptions are not errors. Do not catch them in user code.
 
     The class derives from ``BaseException``, so that ``except RuntimeError:`` in user code, as for out-of-memory
     errors, does not catch them by accident.
@@ -177,7 +177,8 @@ class CollectiveFailed(HorovodInternalError):
     In a static job, the error reaches the script, because the lost worker is not replaced.
 
     Attributes:
-        aborted: whether the group was aborted, by this or another rank, so that the cause is not known here.
+        aborted: whether the group was aborted, by this or another rank. The cause is then known only to the rank that
+            detected it.
         ended: the rank whose process exited, if known.
         differs: the group, if the failure is due to ranks that called different collectives, otherwise None.
         late: whether a rank did not arrive in time.
@@ -247,7 +248,7 @@ class Invalid(ElasticError, ValueError):
 class Unsupported(Invalid, HorovodInternalError, NotImplementedError):
     """Error raised when a collective does not support the request, such as a reducescatter of maxima.
 
-    Raised before anything is sent.
+    The error is raised before any tensor is sent.
 
     Horovod raises HorovodInternalError or NotImplementedError in some of these cases. ``elastic.run`` does not recover
     from this error, because the same code would make the same request again.
@@ -266,10 +267,10 @@ class Fixed(enum.Enum):
 
 
 class NotElastic(Invalid, NotImplementedError):
-    """Error raised when the script uses an object that cannot follow a change of the world.
+    """Error raised when the script uses an object that cannot be updated when the world changes.
 
-    Raised before the training starts, or before the next update after a change. The error ends the worker, because the
-    same script would use the same object again.
+    The error is raised before the training starts, or before the next update after a change. It ends the worker,
+    because the same script would use the same object again.
 
     Args:
         kind: kind of the object.
@@ -313,9 +314,9 @@ class NotPicklable(Invalid, TypeError):
 
 
 class StaleValueWarning(UserWarning):
-    """Warning that a value in the script was made for an earlier world and does not follow the change.
+    """Warning that a value in the script was computed for an earlier world and is not updated.
 
-    Such a value is, for example, a learning-rate schedule or an environment variable. The message says what to do.
+    Such a value is, for example, a learning-rate schedule or an environment variable. The message contains the remedy.
     """
 
 

@@ -6,7 +6,7 @@ In a script that only imports `elastic`, interruptions are ``PeerLost`` and ``Wo
 BaseException, so ``except RuntimeError:`` does not catch them by accident. A script that imports Horovod's names may
 contain ``except HorovodInternalError:``, to log, clean up or retry. For such scripts, the ``horovod`` package calls
 `raise_as_horovod`: the interruptions that are raised are then subclasses of Horovod's exceptions. Importing this module
-alone changes nothing.
+alone has no effect.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Interruptions are raised in user code only in the training thread, and only in a collective, an optimizer's ``step()``
 or ``synchronize()``, ``commit()`` and ``check_host_updates()``. If the script raises an exception, this process exits,
-and the driver decides whether the other workers continue. In a worker that was asked to leave, `runtime.departure`
+and the driver decides whether the other workers continue. In a worker that is leaving the job, `runtime.departure`
 handles the exception. A script can raise either of Horovod's two exceptions to start a recovery. TensorMismatch is a
 subclass of one of them but ends the worker, because the same code would submit the same tensors again.
 """
@@ -72,15 +72,21 @@ AGAIN = (
 
 
 def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
-    """Decorator for training functions that continue when the world changes. Their first argument is a State.
+    """Decorator for training functions that continue when the world changes.
 
     The function is called again after every change of the world, with the state of the last commit (after a failure) or
-    with the current state (after a planned change). The decorated function returns the result of the last call.
+    with the current state (after a planned change).
 
     ``sys.exit`` in the function removes this worker from the job. The other workers continue immediately.
 
     After the function has returned on all workers, the script may call another such function or another ``fit()`` of a
-    trainer. That second training is not elastic, and a log line says so.
+    trainer. That second training is not elastic, and a log line reports this.
+
+    Args:
+        func: training function. Its first argument is a `State`.
+
+    Returns:
+        The decorated function. It returns the result of the last call of ``func``.
 
     Raises:
         StateMismatch: this worker's state does not match that of the other workers.

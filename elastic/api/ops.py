@@ -2,7 +2,7 @@
 
 All functions accept CPU and CUDA tensors, contiguous or not. Reductions accept uint8, int8, int16, int32, int64,
 float16, bfloat16, float32 and float64. All other collectives accept every dtype. Shapes and dtypes are the same on all
-ranks, unless a function says otherwise.
+ranks, unless the description of a function states otherwise.
 
 Common arguments:
 
@@ -20,7 +20,7 @@ Forms of a collective: ``X`` waits for the result and is differentiable. ``X_`` 
 ``X_async`` returns a handle, an integer for `poll` and `synchronize`. ``grouped_X`` accepts several tensors on one
 device and processes all of them or none.
 
-Before anything is sent, all functions raise TypeError or ValueError for invalid arguments, `UnsupportedType` (a
+Before any tensor is sent, all functions raise TypeError or ValueError for invalid arguments, `UnsupportedType` (a
 subclass of both) for a dtype that cannot be reduced, and `NotInitialized` before ``init()``. The call, or `synchronize`
 for an ``_async`` form, raises `TensorMismatch` on every rank if the ranks pass mismatched tensors, and `PeerLost` if a
 worker was lost, which ``elastic.run`` handles.
@@ -105,7 +105,9 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start an `allreduce`. Not differentiable, like all ``_async`` forms.
+    """Start an `allreduce`. The result is not differentiable, like all ``_async`` forms.
+
+    Arguments and errors are those of `allreduce`.
 
     Returns:
         A handle for `synchronize`, which waits and returns the new tensor.
@@ -130,7 +132,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce a tensor in place over all ranks, and return it. Not differentiable.
+    """Reduce a tensor in place over all ranks, and return it. The result is not differentiable.
 
     Arguments and errors are those of `allreduce`.
     """
@@ -155,6 +157,8 @@ def allreduce_async_(
     """Start an in-place `allreduce`, and return a handle.
 
     Do not access the tensor before `synchronize`, which returns it.
+
+    Arguments and errors are those of `allreduce`.
     """
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
@@ -206,7 +210,10 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a `grouped_allreduce`, and return a handle. `synchronize` returns the list of new tensors."""
+    """Start a `grouped_allreduce`, and return a handle. `synchronize` returns the list of new tensors.
+
+    Arguments and errors are those of `grouped_allreduce`.
+    """
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_allreduce(tensors, name, as_op(op, average), *scales, members=members)
@@ -221,7 +228,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors in place over all ranks, and return them. Not differentiable.
+    """Reduce several tensors in place over all ranks, and return them. The result is not differentiable.
 
     Arguments and errors are those of `grouped_allreduce`.
     """
@@ -246,6 +253,8 @@ def grouped_allreduce_async_(
     """Start an in-place `grouped_allreduce`, and return a handle.
 
     Do not access the tensors before `synchronize`, which returns them.
+
+    Arguments and errors are those of `grouped_allreduce`.
     """
     reduction, scales = as_op(op, average), (prescale_factor, postscale_factor)
     members = resolve(process_set)
@@ -324,7 +333,10 @@ def allgather(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start an `allgather`, and return a handle. `synchronize` returns the new tensor."""
+    """Start an `allgather`, and return a handle. `synchronize` returns the new tensor.
+
+    Arguments and errors are those of `allgather`.
+    """
     members = resolve(process_set)
     return start_allgather([tensor], name, members=members, pick=lambda gathered: gathered[0][0])
 
@@ -332,14 +344,20 @@ def allgather_async(
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Run `allgather` on several tensors on one device together. Return the list of results. Differentiable."""
+    """Run `allgather` on several tensors on one device together. Return the list of results. Differentiable.
+
+    Arguments and errors are those of `allgather`.
+    """
     return list(autograd.allgather(name, resolve(process_set), *tensors))
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start a `grouped_allgather`, and return a handle. `synchronize` returns the list of new tensors."""
+    """Start a `grouped_allgather`, and return a handle. `synchronize` returns the list of new tensors.
+
+    Arguments and errors are those of `allgather`.
+    """
     members = resolve(process_set)
     return start_allgather(tensors, name, members=members, pick=lambda gathered: gathered[0])
 
@@ -383,7 +401,10 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a `broadcast`, and return a handle. `synchronize` returns the new tensor."""
+    """Start a `broadcast`, and return a handle. `synchronize` returns the new tensor.
+
+    Arguments and errors are those of `broadcast`.
+    """
     members = resolve(process_set)
     return start_broadcast(tensor, root_rank, name, members=members, in_place=False)
 
@@ -394,7 +415,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Overwrite a tensor in place with that of rank ``root_rank``, and return it. Not differentiable.
+    """Overwrite a tensor in place with that of rank ``root_rank``, and return it. The result is not differentiable.
 
     Arguments and errors are those of `broadcast`.
     """
@@ -413,6 +434,8 @@ def broadcast_async_(
     """Start an in-place `broadcast`, and return a handle.
 
     Do not access the tensor before `synchronize`, which returns it.
+
+    Arguments and errors are those of `broadcast`.
     """
     members = resolve(process_set)
     return start_broadcast(tensor, root_rank, name, members=members, in_place=True)
@@ -461,6 +484,8 @@ def alltoall_async(
     """Start an `alltoall`, and return a handle.
 
     `synchronize` returns the rows received, and the number of rows from each rank.
+
+    Arguments and errors are those of `alltoall`.
     """
     return start_alltoall(tensor, splits, name, members=resolve(process_set))
 
@@ -506,7 +531,10 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a `reducescatter`, and return a handle. `synchronize` returns this rank's rows of the result."""
+    """Start a `reducescatter`, and return a handle. `synchronize` returns this rank's rows of the result.
+
+    Arguments and errors are those of `reducescatter`.
+    """
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_reducescatter(
@@ -523,7 +551,10 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Run `reducescatter` on several tensors on one device together. Return the list of results. Differentiable."""
+    """Run `reducescatter` on several tensors on one device together. Return the list of results. Differentiable.
+
+    Arguments and errors are those of `reducescatter`.
+    """
     members = resolve(process_set)
     packed = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
@@ -544,7 +575,10 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a `grouped_reducescatter`, and return a handle. `synchronize` returns the list of this rank's rows."""
+    """Start a `grouped_reducescatter`, and return a handle. `synchronize` returns the list of this rank's rows.
+
+    Arguments and errors are those of `reducescatter`.
+    """
     scales = (prescale_factor, postscale_factor)
     members = resolve(process_set)
     return start_reducescatter(tensors, name, as_op(op, None), *scales, members=members)

@@ -6,7 +6,8 @@ channel. Because the allreduce adds sums and does not average statistics, batche
 rank that called `join` contributes no values. See Ioffe and Szegedy, "Batch Normalization", ICML 2015, arXiv
 1502.03167.
 
-Communicates only through `elastic.api.ops`. Only torch operations are used, so the layer runs on any device.
+This module communicates only through `elastic.api.ops`. Only torch operations are used, so the layer runs on any
+device.
 """
 
 from __future__ import annotations

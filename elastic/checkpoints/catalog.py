@@ -1,6 +1,6 @@
 """Catalog of a checkpoint folder: lists and verifies commits, and chooses the commit to resume from.
 
-Does not import torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def read(storage: Storage, name: CommitName) -> Manifest:
 
     Raises:
         IncompleteCommit: the commit is incomplete.
-        UnreadableCommit: the manifest or a file is damaged or missing.
+        UnreadableCommit: the manifest or a file is corrupted or missing.
         OSError: the storage failed.
     """
     try:
@@ -184,7 +184,7 @@ def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
 def verify(storage: Storage, found: Manifest) -> str:
     """Compare the checksums of all files of a commit with its manifest.
 
-    Return a description of the damage, or an empty string.
+    Return a description of the corruption, or an empty string.
 
     Raises:
         OSError: the storage failed.
@@ -207,7 +207,8 @@ def chosen(storage: Storage, which: str) -> Manifest:
 
     Args:
         storage: the folder of checkpoints.
-        which: the commit's folder (``r0002-g0003-c00000450``), or its ID if unique (``g3c450``, or formerly ``3.450``).
+        which: the commit's folder (``r0002-g0003-c00000450``), or its ID if unique (``g3c450``, or ``3.450`` in the
+            older format).
 
     Raises:
         Invalid: the commit is missing, ambiguous or unusable. The message lists the existing commits.

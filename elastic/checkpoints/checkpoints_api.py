@@ -43,7 +43,7 @@ class Checkpoints:
 
     @property
     def newest(self) -> str | None:
-        """ID of the newest commit that this rank knows to be durable, or None.
+        """ID of the newest durable commit of which this rank was notified, or None.
 
         An ID such as ``g3c450`` is also shown by ``elasticrun checkpoints``. The result is None if no checkpoint was
         written since this worker started training.

@@ -1,6 +1,6 @@
 """Checkpointing of a training function: starts and stops the writer, and resumes from the newest checkpoint.
 
-Runs in the training thread.
+This module runs in the training thread.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def finish(rt: WorkerRuntime, state: State) -> None:
 
 
 def returned(rt: WorkerRuntime) -> None:
-    """Record that the training function has returned. Called on each rank, after `finish`."""
+    """Record that the training function has returned. This function is called on each rank, after `finish`."""
     commit = rt.session.recovery.agreed()
     if rt.commits.durable is not None and not rt.alone and commit is not None:
         rt.commits.durable.returned(commit, rt.place, rt.env.worker.incarnation)
@@ -131,8 +131,8 @@ class TransferOutcome(NamedTuple):
 def bring_shards(rt: WorkerRuntime, state: State, reset: Callable[[], None]) -> TransferOutcome:
     """Restore a sharded state on all ranks of a new world. Collective.
 
-    The newest commit that the ranks hold is restored. If the ranks no longer hold all shards, or nothing was trained
-    yet, the newest durable commit is restored.
+    The newest commit that the ranks hold is restored. If the ranks no longer hold all shards, or before the first
+    training step, the newest durable commit is restored.
 
     Args:
         rt: the runtime.

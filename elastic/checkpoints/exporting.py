@@ -1,6 +1,7 @@
 """Export of a checkpoint to a single file of unsharded tensors, which can be read without this package.
 
-Nothing is unpickled. Values that were stored by pickle, and values that ``torch.load`` refuses by default, are omitted.
+The export unpickles no values. Values that were stored by pickle, and values that ``torch.load`` refuses by default,
+are omitted.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def export(storage: Storage, found: Manifest, file: str) -> list[SkippedValue]:
 
     Raises:
         Invalid: the suffix is not supported, the package safetensors is missing, or the checkpoint has no model.
-        UnreadableCommit: the checkpoint is damaged.
+        UnreadableCommit: the checkpoint is corrupted.
         OSError: reading or writing failed.
     """
     save = _safetensors() if format_of(file) is ExportFormat.SAFETENSORS else None
@@ -124,7 +125,7 @@ def whole_state(storage: Storage, found: Manifest) -> ExportedState:
     """Read the whole state from a checkpoint. The checksums of all files are verified.
 
     Raises:
-        UnreadableCommit: the checkpoint is damaged, or lacks the sizes of an optimizer's groups.
+        UnreadableCommit: the checkpoint is corrupted, or lacks the sizes of an optimizer's groups.
         OSError: reading failed.
     """
     tensors = _whole_tensors(storage, found)

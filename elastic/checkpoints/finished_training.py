@@ -1,9 +1,9 @@
 """Record of a finished training run: its last commit, signatures of the modules, and paths that were read.
 
-Does not import torch.
+This module does not import torch.
 
 Rank 0 writes the file `RETURNED` after the training function has returned on all ranks and its last commit is durable.
-Each rank writes the paths that it has read. Only the driver knows whether the job succeeded.
+Each rank writes the paths that it has read. Only the driver determines whether the job succeeded.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def is_large(path: str) -> bool:
 
 
 def signature(path: str, *, by_time: bool = False) -> str:
-    """Return a signature of a file's content, or of a folder's listing. Empty if the path cannot be read.
+    """Return a signature of a file's content, or of a folder's listing. The result is empty if the path cannot be read.
 
     Args:
         path: the file or folder.

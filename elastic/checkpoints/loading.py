@@ -32,7 +32,7 @@ def load(storage: Storage, found: Manifest, state: ObjectState) -> None:
 
     Raises:
         StateMismatch: the state does not match the commit. Nothing was changed.
-        UnreadableCommit: the checkpoint is damaged, and the state may be incomplete, so another checkpoint must be
+        UnreadableCommit: the checkpoint is corrupted, and the state may be incomplete, so another checkpoint must be
             loaded.
         OSError: the storage failed.
     """
@@ -76,7 +76,7 @@ def load_random(generators: Sequence[Any], rank: int, state: ObjectState) -> Non
     """Set the random generators to the states that rank ``rank`` committed, if the manifest contains them.
 
     Raises:
-        UnreadableCommit: the states are damaged.
+        UnreadableCommit: the states are corrupted.
     """
     saved = generators[rank] if rank < len(generators) else None
     if saved is not None:
@@ -151,7 +151,7 @@ def read_file(
     """Read one file from beginning to end. Its checksum is verified before any tensor is used.
 
     Raises:
-        UnreadableCommit: the file is damaged.
+        UnreadableCommit: the file is corrupted.
         OSError: the storage failed.
     """
     read: list[tuple[StoredTensor, torch.Tensor]] = []

@@ -1,4 +1,7 @@
-"""Loading of the newest durable commit into a state when no worker holds a commit in memory. Runs on rank 0."""
+"""Loading of the newest durable commit into a state when no worker holds a commit in memory.
+
+This module runs on rank 0.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,7 @@ def proposal(
 def report(
     manifest: Manifest, url: str, options: CheckpointOptions, send: Callable[[Message], object]
 ) -> None:
-    """Report the restored commit to the driver, which may not know the commit if its writer died before reporting it.
+    """Report the restored commit to the driver, which lacks it if the writer exited before it reported the commit.
 
     Each run numbers its commits from 1, so commits of earlier runs are skipped.
     """

@@ -146,7 +146,10 @@ class Schedule:
             self._stretch = min(self._stretch * 2, FURTHEST)
 
     def written(self) -> None:
-        """Reduce the lead of rank 0's requests after a checkpoint was written successfully. Called on rank 0."""
+        """Reduce the lead of rank 0's requests after a checkpoint was written successfully.
+
+        This method is called on rank 0.
+        """
         self._stretch = max(self._stretch // 2, 1)
 
     def settled(self, number: int) -> None:

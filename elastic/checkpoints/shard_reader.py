@@ -1,4 +1,6 @@
-"""Loading of the newest durable commit of a fully sharded state into a world of any size. Runs on all ranks.
+"""Loading of the newest durable commit of a fully sharded state into a world of any size.
+
+This module runs on all ranks.
 
 Rank 0 chooses the checkpoint, loads the replicated values and sends them to the other ranks. Then each rank reads its
 rows of the sharded tensors. All ranks use the same commit: if one rank cannot read it, all ranks try the previous one.
@@ -206,7 +208,7 @@ def read_rows(storage: Storage, manifest: Manifest, targets: Targets) -> None:
     """Read the rows of each tensor into its destination.
 
     Raises:
-        UnreadableCommit: a file is missing or damaged.
+        UnreadableCommit: a file is missing or corrupted.
         OSError: the storage failed.
     """
     by_name: dict[str, list[StoredTensor]] = {}

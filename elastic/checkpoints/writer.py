@@ -187,13 +187,13 @@ class CheckpointWriter:
         self._send(message)
 
     def want(self) -> None:
-        """Request a checkpoint of the next possible commit. Called on all ranks."""
+        """Request a checkpoint of the next possible commit. This method is called on all ranks."""
         self._schedule.wanted()
 
     def finish(
         self, state: ObjectState, commit: Commit, place: Place, over: Callable[[], bool]
     ) -> None:
-        """Wait until the last commit is durable. Called after the training function has returned.
+        """Wait until the last commit is durable. This method is called after the training function has returned.
 
         All ranks must call this after the same commit.
 

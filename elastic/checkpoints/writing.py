@@ -150,7 +150,7 @@ def seal(
 
     Raises:
         OSError: the storage failed.
-        UnreadableCommit: a share is missing or damaged, or the shares are not the complete state.
+        UnreadableCommit: a share is missing or corrupted, or the shares are not the complete state.
     """
     found = [_share(storage, name, rank, size) for rank in range(size)]
     look(found)

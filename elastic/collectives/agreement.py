@@ -19,6 +19,6 @@ def wait_for_all(group: Collectives) -> None:
 
 
 def raise_together(group: Collectives, error: Exception) -> NoReturn:
-    """Raise an error on this rank after every rank has detected the error. Called on all ranks."""
+    """Raise an error on this rank after every rank has detected the error. This function is called on all ranks."""
     wait_for_all(group)
     raise error

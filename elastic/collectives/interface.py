@@ -96,7 +96,10 @@ class Collectives(Protocol):
         """Return a work that completes when every rank has called this method."""
 
     def abort(self) -> None:
-        """Make all pending waits and later calls raise CollectiveFailed. Thread-safe and idempotent. Never blocks."""
+        """Make all pending waits and later calls raise CollectiveFailed. Thread-safe and idempotent.
+
+        This method never blocks.
+        """
 
     def drain(self, timeout_s: float) -> bool:
         """Wait, after `abort`, until no collective of this group writes to any tensor.
@@ -116,9 +119,9 @@ class Collectives(Protocol):
 class GathersAndScatters(Protocol):
     """A group with native collectives for models with sharded parameters.
 
-    Each method takes lists of tensors and launches the collectives as one. Tensors of reductions are of floating-point
-    types. The order of the additions and the rounding of factors depend on the backend, and half precision may be
-    summed in half precision.
+    Each method takes lists of tensors, and launches the collectives of all tensors as one operation. Tensors of
+    reductions are of floating-point types. The order of the additions and the rounding of factors depend on the
+    backend, and half precision may be summed in half precision.
 
     In a group without these methods, an all-gather fills a list of tensors, and a reduce-scatter is an alltoall and a
     local reduction.
@@ -150,7 +153,7 @@ class GathersAndScatters(Protocol):
 
 @runtime_checkable
 class StreamOrdered(Protocol):
-    """Collective on a GPU that a stream can follow, so that operators can be queued without waiting on the host."""
+    """Collective on a GPU for which a stream can wait, so that operators can be queued without waiting on the host."""
 
     def follow(self, limit_s: float | None = None) -> None:
         """Make the current stream wait for the collective.
@@ -239,7 +242,7 @@ class DeviceCollectives(Collectives, Protocol):
         """Return whether a stream waits for a collective whose outcome is not known yet."""
 
     def settle(self) -> None:
-        """Wait until all collectives that streams follow have ended.
+        """Wait until all collectives for which streams wait have ended.
 
         Raises:
             CollectiveFailed: the group has failed; results of its last collectives may be invalid.
@@ -254,18 +257,24 @@ class DeviceCollectives(Collectives, Protocol):
         """
 
     def counts(self) -> Counts:
-        """Return the progress of the collectives. Does not wait for the GPU. Call this from one thread at a time."""
+        """Return the progress of the collectives. This method does not wait for the GPU.
+
+        Call this from one thread at a time.
+        """
 
     def ended(self, timeout_s: float) -> bool:
-        """Return, after `abort`, whether all kernels of collectives have ended. Waits up to ``timeout_s``."""
+        """Return, after `abort`, whether all kernels of collectives have ended.
+
+        This method waits up to ``timeout_s``.
+        """
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Close the group. Waits up to ``timeout_s``, by default the timeout for connecting."""
+        """Close the group. This method waits up to ``timeout_s``, by default the timeout for connecting."""
 
     def freed(self, timeout_s: float) -> bool:
         """Return whether the GPU memory has been freed after `close`, possibly by another thread.
 
-        Waits up to ``timeout_s``.
+        This method waits up to ``timeout_s``.
         """
 
 

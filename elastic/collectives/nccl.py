@@ -5,15 +5,15 @@ makes its stream wait for the collective. An abort therefore needs no cooperatio
 stream, such as those that FSDP2 uses for communication, the training thread does not wait: the stream waits
 (`NcclWork.follow`), and `settle` polls at the next commit.
 
-A group ends in two phases, each in its own thread. `abort` revokes the communicator: its kernels end and
-nothing is freed, because kernels of peers may still read this rank's memory. `close` frees it, after the next
-world is formed. A worker reports that it is ready for that world only after its own kernels have ended. A communicator
-that is not connected yet, or that this version of NCCL cannot revoke, is aborted and freed immediately.
+A group ends in two phases, each in its own thread. `abort` revokes the communicator: its kernels end and no memory is
+freed, because kernels of peers may still read this rank's memory. `close` frees it, after the next world is formed. A
+worker reports that it is ready for that world only after its own kernels have ended. A communicator that is not
+connected yet, or that this version of NCCL cannot revoke, is aborted and freed immediately.
 
 After an abort the stream continues, and the interrupted kernels leave invalid data: no result and no gradient of an
-aborted step may be used. Unless a side stream follows a collective, nothing that reads a result is queued before the
-collective is known to have succeeded. After a side stream has followed one, parameters can contain such data, until the
-newest commit is restored. Commits never contain such data, because they call `settle` first.
+aborted step may be used. Unless a side stream follows a collective, no operation that reads a result is queued before
+the collective has succeeded. After a side stream has followed one, parameters can contain such data, until the newest
+commit is restored. Commits never contain such data, because they call `settle` first.
 
 Requires TORCH_NCCL_ASYNC_ERROR_HANDLING=0; otherwise torch's watchdog ends the process when a communicator is aborted.
 This and other variables that torch and NCCL read are set at startup: `elastic.rendezvous.nccl_settings`.
@@ -477,7 +477,7 @@ class NcclCollectives:
     def _heed_error(self) -> None:
         """Fail the group if NCCL has detected an error.
 
-        Called before torch's `Work.wait`, which would free the communicator immediately in that case.
+        This method is called before torch's `Work.wait`, which would free the communicator immediately in that case.
         """
         if self._failed is not None or not self._launching.acquire(blocking=False):
             return

@@ -40,7 +40,9 @@ def can_revoke() -> bool:
 
 
 def revoke(communicator: int) -> int:
-    """Revoke a communicator permanently: its kernels end, and nothing is freed. Does not wait, and needs no GPU.
+    """Revoke a communicator permanently: its kernels end, and no memory is freed.
+
+    This function does not wait, and needs no GPU.
 
     Args:
         communicator: communicator from ``_comm_ptr()``, not freed yet.
@@ -56,7 +58,7 @@ def revoke(communicator: int) -> int:
 def reported(communicator: int) -> int:
     """Return the code of the error that NCCL has detected on a communicator, or 0.
 
-    Must not be called while another thread launches a collective on the communicator.
+    This function must not be called while another thread launches a collective on the communicator.
     """
     function = _function("ncclCommGetAsyncError", ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
     state = ctypes.c_int(_SUCCESS)

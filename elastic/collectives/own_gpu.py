@@ -39,7 +39,7 @@ def meet(device: torch.device) -> None:
 def settle() -> None:
     """Make the current device of the training thread the device of all other threads.
 
-    Called in the training thread. Does not initialize a GPU.
+    This function is called in the training thread. It does not initialize a GPU.
     """
     global _chosen
     if torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""Arguments of a loader, validated before anything is loaded."""
+"""Arguments of a loader, validated before any sample is loaded."""
 
 from __future__ import annotations
 

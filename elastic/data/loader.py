@@ -1,7 +1,7 @@
 """DataLoader whose position is part of the job's state, so that committed steps use each sample once per epoch.
 
 torch's DataLoader loads the samples. This module determines the samples of each batch from the job's position (see
-`positions`), and counts progress when batches are handed out and optimizers step (see `progress`), not when loader
+`positions`), and counts progress when the loop receives batches and optimizers step (see `progress`), not when loader
 workers prefetch.
 """
 
@@ -196,7 +196,7 @@ class DataLoader:
             self._go_to(Position(wanted, 0))
 
     def settle(self) -> None:
-        """Count all batches that were handed out as trained, even without an optimizer step."""
+        """Count all batches that the loop has received as trained, even without an optimizer step."""
         self._look_for_steps()
         self._progress.settle()
 
@@ -271,7 +271,7 @@ class DataLoader:
         """Return to the trained position after a change of the world, and divide the remaining samples again.
 
         Returns:
-            Whether batches that were handed out will be handed out again, so that their gradients must not count.
+            Whether the loop will receive the same batches again, so that their gradients must not count.
         """
         position = self._progress.committed(before_steps=self._look_for_steps())
         again = position != self.position
@@ -387,7 +387,7 @@ class DataLoader:
             self._handed.append((Position(self.epoch, step.stop), self.epoch, samples))
 
     def _next_of(self, number: int) -> World:
-        """Return the current world. Called before each batch.
+        """Return the current world. This method is called before each batch.
 
         Raises:
             Invalid: a second iteration over the same loader has started.
@@ -473,7 +473,7 @@ class StepShards(Iterator[Any]):
 
     @property
     def taken(self) -> bool:
-        """Return whether all batches of the step were handed out."""
+        """Return whether the loop has received all batches of the step."""
         return self._left == 0
 
     def __getitem__(self, key: object) -> Any:

@@ -70,13 +70,13 @@ class SamplePartition:
         return left // self.batch if self.drop_last else -(-left // self.batch)
 
     def step(self, consumed: int, length: int) -> range:
-        """Return the next step's positions in the epoch's order. Empty if the epoch is over."""
+        """Return the next step's positions in the epoch's order. The result is empty if the epoch is over."""
         return range(consumed, consumed + self.size(max(0, length - consumed)))
 
     def part(self, step: range, number: int) -> range:
         """Return the positions of rank or shard ``number`` in a step.
 
-        Empty only if the step has fewer samples than parts.
+        The result is empty only if the step has fewer samples than parts.
         """
         size, larger = divmod(len(step), self.parts)
         start = number * size + min(number, larger)

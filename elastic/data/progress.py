@@ -1,12 +1,12 @@
 """Progress of a loader, and the part of it that a commit counts. Pure: no I/O, no clock.
 
-A batch is first handed out to the script, and then trained on. Batches that loader workers have prefetched do not
-count. If an optimizer steps between batches, its steps define what has been trained: a commit before the step, or in
-the middle of a gradient accumulation, has the position of the last step, and the batches since then are handed out
-again. If no optimizer ever steps, as in an evaluation, every batch that was handed out counts.
+The loop first receives a batch, and then trains on it. Batches that loader workers have prefetched do not count. If an
+optimizer steps between batches, its steps define the trained batches: a commit before the step, or in the middle of a
+gradient accumulation, has the position of the last step. After a restore, the loop receives the batches since then
+again. If no optimizer ever steps, as in an evaluation, every received batch counts.
 
-    handed out      | b0 | b1 | b2 | b3 |
-    optimizer steps           ^              a commit here has the position after b1: b2 and b3 are handed out again
+    received batches  | b0 | b1 | b2 | b3 |
+    optimizer steps             ^              a commit after b3 has the position after b1: b2 and b3 are received again
 """
 
 from __future__ import annotations
@@ -59,12 +59,15 @@ class DataProgress:
         return self.position
 
     def hand(self, consumed: int) -> None:
-        """Record that a batch was handed out. ``consumed`` is the resulting number of consumed samples of the epoch."""
+        """Record that the loop has received a batch.
+
+        ``consumed`` is the resulting number of consumed samples of the epoch.
+        """
         self.position = Position(self.position.epoch, consumed)
         self._handed.append(self.position)
 
     def stepped(self) -> None:
-        """Record that an optimizer has stepped after the last batch was handed out."""
+        """Record that an optimizer has stepped after the loop received its last batch."""
         self.by_steps = True
         self._trained = self.reached
 
@@ -80,7 +83,7 @@ class DataProgress:
             self.settle()
 
     def settle(self) -> None:
-        """Count all batches that were handed out as trained on."""
+        """Count all batches that the loop has received as trained on."""
         self._trained = self.position
         self._handed = deque([self.position], maxlen=self.ahead + 1)
 

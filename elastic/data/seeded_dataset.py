@@ -43,6 +43,6 @@ class SeededDataset(Dataset[Any]):
 def as_it_is(batch: Any) -> Any:
     """Return the batch unchanged.
 
-    Used as the collate function of torch's loader if the dataset returns whole batches.
+    This function is used as the collate function of torch's loader if the dataset returns whole batches.
     """
     return batch

@@ -1,4 +1,6 @@
-"""Division of a stream of samples into steps, and of each step into one part per rank. Runs in loader workers.
+"""Division of a stream of samples into steps, and of each step into one part per rank.
+
+This module runs in loader workers.
 
 A stream has no index. Every rank therefore reads the whole stream, and reaches a position by reading all samples before
 that position or by calling the stream's own ``skip(n)``. The rank that a sample is assigned to depends only on the

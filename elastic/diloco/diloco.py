@@ -108,9 +108,9 @@ class DiLoCo:
             float8_e4m3fn or ``"int4"`` they are quantized, with a float32 scale for each 128 elements, and each worker
             adds its quantization errors to what it sends in the next round. Default: the parameters' own dtype.
         grace_s: seconds, more than 0, that a merge waits for late islands, or late workers without islands. Afterwards
-            it averages the changes of the islands that have sent theirs, if they are a quorum. A late island receives
-            the mean and keeps its own change, which takes part in the next merge. A round then ends when the fastest
-            island has taken ``every`` inner steps. Default: a merge waits for all islands.
+            the merge averages the changes of the islands that have sent a change, if these islands are a quorum. A late
+            island receives the mean and keeps its own change, which takes part in the next merge. A round then ends
+            when the fastest island has taken ``every`` inner steps. Default: a merge waits for all islands.
         quorum: number of islands, at least 1, that a merge needs after ``grace_s`` seconds, or all islands if there are
             fewer. Default: half of the islands, rounded up.
 
@@ -364,7 +364,7 @@ class DiLoCo:
         return SentReport(_world_of(rt), exchange, senders or {})
 
     def _take_part(self, merge: int, leaders: tuple[int, ...]) -> None:
-        """Start taking part in this world's merges in the background. Called on a leader."""
+        """Start taking part in this world's merges in the background. This method is called on a leader."""
         rt = context.current()
         assert self.grace_s is not None
         attendance = Attendance(leaders, self.quorum, merge)
@@ -437,7 +437,10 @@ class DiLoCo:
         return [float(row[:1].view(torch.float64)) for row in rows]
 
     def _send(self, fragment: int, leaders: tuple[int, ...], weight: float | None) -> None:
-        """Start averaging a fragment's pseudo-gradients among the leaders of the islands. Called on a leader."""
+        """Start averaging a fragment's pseudo-gradients among the leaders of the islands.
+
+        This method is called on a leader.
+        """
         exchange = self._exchange
         with torch.no_grad():
             flat = self._change(self.parts[fragment])
@@ -544,7 +547,7 @@ class DiLoCo:
         return packed
 
     def _received(self, fragment: int) -> torch.Tensor:
-        """Wait for the mean of the fragment that was sent last, and return it. Called on a leader."""
+        """Wait for the mean of the fragment that was sent last, and return it. This method is called on a leader."""
         began = time.monotonic()
         try:
             return self._awaited(fragment)

@@ -2,10 +2,10 @@
 
 Pure: no I/O, no clock.
 
-A rank belongs to the island of its host, which does not change while its process lives. Ranks are reassigned in each
-world, so the islands are computed from the island names that the ranks exchange. The lowest rank of an island leads it:
-if the leader is lost, another rank leads in the next world. An island that has lost all its ranks is removed. A new
-island starts with the outer parameters.
+A rank belongs to the island of its host, which does not change during the lifetime of its process. Ranks are reassigned
+in each world, so the islands are computed from the island names that the ranks exchange. The lowest rank of an island
+leads it: if the leader is lost, another rank leads in the next world. An island that has lost all its ranks is removed.
+A new island starts with the outer parameters.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class KeptBuffer:
         """Return whether the buffer may differ from ``start``.
 
         Batch normalization writes its statistics without incrementing a version, so small buffers are compared. On a
-        GPU the comparison would synchronize, so small buffers there are treated as changed.
+        GPU, the comparison would synchronize, so small buffers on GPUs are treated as changed.
         """
         if self._trait(tensor) != self._seen or tensor.shape != self.start.shape:
             return True

@@ -26,7 +26,7 @@ class KeptCommits(Generic[Copy]):
         return [each for each, _ in self._kept]
 
     def due(self, step: int, window: int) -> bool:
-        """Return whether to keep the commit of this step. Drops commits that are no longer needed.
+        """Return whether to keep the commit of this step. This method drops commits that are no longer needed.
 
         Args:
             step: number of the step.

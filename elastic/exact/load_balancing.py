@@ -38,8 +38,8 @@ def even(shards: int, ranks: int) -> Division:
 def fastest(seconds: Sequence[float], shards: int) -> Division:
     """Return the division with the shortest step time, with at least one shard per rank.
 
-    Shards are assigned one after another to the rank that would finish first, ties to the lower rank. This is optimal
-    because all shards cost the same.
+    Each shard is assigned to the rank that would finish it first. In a tie, the lower rank is chosen. This assignment
+    is optimal because all shards cost the same.
 
     Args:
         seconds: seconds per shard of each rank, all positive.

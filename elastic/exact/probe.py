@@ -2,7 +2,7 @@
 
 The last bits of results depend on the number of threads, the vector instructions and the library versions. Each process
 therefore runs a few operations of each kind on fixed pseudorandom numbers, and reports a digest of the results together
-with the settings that are known to affect them.
+with the settings that affect them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class ShardClock:
     def end(self, shards: int) -> None:
         """Record the end of a step with ``shards`` shards.
 
-        Ignored if `begin` was not called, as on a rank without shards.
+        This method has no effect if `begin` was not called, as on a rank without shards.
         """
         began, self._began = self._began, None
         if began is None:

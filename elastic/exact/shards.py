@@ -52,23 +52,24 @@ class Shards:
             loss.backward()
         optimizer.step()                                # gradients are the mean over all shards
 
-    With ``exact``, weights, moments, buffers and losses are bitwise identical to those of an undisturbed run,
-    even if workers join or fail: see docs/exact.md. Otherwise, gradients are summed in the order of ranks, which is
-    faster if a rank has several shards. The global batch is still the same.
+    Commits contain ``count``, ``seed`` and ``step``, the number of the current step. If a world has more than ``count``
+    ranks, the remaining ranks compute no shard but take part in every step as warm spares.
 
-    ``count`` and ``seed`` are fixed for a run. They are part of its commits, as is ``step``, the number of the current
-    step. If there are more than ``count`` ranks, the remaining ranks compute nothing but take part in every step as
-    warm spares.
-
-    With ``by_speed``, slow ranks compute fewer shards than fast ranks, based on measured times. The assignment changes
-    only at commits. Without ``by_speed``, the numbers of shards per rank differ by at most one. The results are the
-    same.
-
-    ``verify`` is the fraction of shards that two ranks compute, such as 1/64. If their gradients differ, other ranks
-    also compute the shard, and the worker with the wrong result leaves the job: see docs/verification.md. In a step
-    with such shards, the loop runs more often; see `verifying`. After a wrong result, the job returns to one of two
-    older commits of the state, which are kept in host memory. ``verify_window`` is the minimum number of steps to
-    repeat (default: eight steps with checks). With 0, no older commits are kept.
+    Args:
+        count: number of shards, constant for a run.
+        seed: seed of the random generators in all shards, constant for a run.
+        exact: whether weights, moments, buffers and losses are bitwise identical to those of an undisturbed run, even
+            if workers join or fail: see docs/exact.md. Otherwise, gradients are summed in the order of ranks, which is
+            faster if a rank has several shards. The global batch is the same in both cases.
+        by_speed: whether slow ranks compute fewer shards than fast ranks, based on measured times. The assignment
+            changes only at commits. If False, the numbers of shards per rank differ by at most one. The results are the
+            same.
+        verify: fraction of the shards that two ranks compute, such as 1/64. If their gradients differ, other ranks also
+            compute the shard, and the worker with the wrong result leaves the job: see docs/verification.md. In a step
+            with such shards, the loop has additional iterations; see `verifying`. After a wrong result, the job returns
+            to one of two older commits of the state, which are kept in host memory.
+        verify_window: minimum number of steps to repeat after a wrong result (default: eight steps with checks). With
+            0, no older commits are kept.
 
     Raises:
         Invalid: ``count``, ``seed`` or ``verify_window`` is not a whole number in range, or ``verify`` not a number
@@ -164,7 +165,7 @@ class Shards:
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Iterate over this rank's micro-batches of one step, in the order of its shards.
 
-        Reads no more elements of ``batches`` than needed.
+        This method reads no more elements of ``batches`` than needed.
 
         Args:
             batches: a step of an `elastic.data.DataLoader` with these shards, or any iterable with one micro-batch per

@@ -63,7 +63,7 @@ class StepListener(Protocol):
     def digest_of(self, shard: int) -> int:
         """Return the digest of the gradients of one of this rank's own shards.
 
-        Called only for shards in `Shards.checked`.
+        This method is called only for shards in `Shards.checked`.
         """
 
     def largest(self, shard: int) -> float:

@@ -2,10 +2,11 @@
 
 Pure: no I/O, no clock.
 
-All ranks know the schedule without communication: it is drawn from the seed of the shards, the generation and the step.
-In a step with checks, one shard of each rank is computed again by another rank, so that no rank waits for a rank with
-more shards to verify. Steps with checks are evenly spaced. For each such step, the checked shard of each rank and the
-rank that checks it are drawn, so in the long run every worker checks every shard of every other worker.
+All ranks compute the schedule without communication, from the seed of the shards, the generation and the step. In a
+step with checks, one shard of each rank is computed again by another rank, so that no rank waits for a rank with more
+shards to verify. Steps with checks are evenly spaced. For each such step, the checked shard of each rank and the rank
+that checks it are selected pseudorandomly. Over many steps, every worker therefore checks every shard of every other
+worker.
 
 A shard with an infinite, NaN or unusually large gradient is checked in any step, before the gradients are used.
 """

@@ -171,7 +171,7 @@ class Verifier:
     def _first_step(self, step: ShardStep) -> Generator[int, None, FirstStep]:
         """Compute this rank's first shard a second time, to check that the model is deterministic.
 
-        Does nothing if this process has already passed the check.
+        This method does nothing if this process has already passed the check.
         """
         if self._deterministic or not step.merges:
             return FirstStep(self._arithmetic(), int(self._deterministic))

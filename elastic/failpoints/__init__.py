@@ -71,7 +71,7 @@ def failpoint(place: str) -> None:
 
 
 def check() -> None:
-    """Raise Invalid if ELASTIC_FAILPOINTS cannot be parsed. Called by ``init()``."""
+    """Raise Invalid if ELASTIC_FAILPOINTS cannot be parsed. This function is called by ``init()``."""
     if _text:
         with _lock:
             _load()

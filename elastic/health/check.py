@@ -16,7 +16,7 @@ from elastic.health.exit_codes import FAILED, PASSED, WRONG_RESULT
 
 
 def gpus_here() -> bool:
-    """Return whether this host may have GPUs that torch can use. Does not import torch."""
+    """Return whether this host may have GPUs that torch can use. This function does not import torch."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return False
     return os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")

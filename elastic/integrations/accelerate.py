@@ -51,7 +51,7 @@ class PreparedState(TorchState):
             and Python values.
 
     Raises:
-        Invalid: an object cannot follow a change of the world. Raised before training starts.
+        Invalid: an object cannot be updated when the world changes. Raised before training starts.
 
     Example::
 
@@ -89,7 +89,7 @@ class PreparedState(TorchState):
 
 
 def refuse(accelerator: Accelerator) -> None:
-    """Raise NotElastic or Invalid if a setting cannot follow a change of the world."""
+    """Raise NotElastic or Invalid if a setting is not supported in a changing world."""
     kind = accelerator.distributed_type
     if kind in _UNSUPPORTED:
         raise NotElastic(
@@ -112,7 +112,9 @@ def refuse(accelerator: Accelerator) -> None:
 
 
 def _has_unknown(state: PartialState) -> bool:
-    """Return Accelerate's value of ``use_distributed``, but True even for a single worker, because others may join.
+    """Return Accelerate's value of ``use_distributed``.
+
+    The result is also True for a single worker, because workers may join.
 
     On a GPU this value decides whether Accelerate wraps a model in DDP. On a CPU, Accelerate always does.
     """
@@ -131,7 +133,7 @@ def averaging(value: Any) -> Any:
 
 
 def _kept(accelerator: Accelerator, value: Any) -> Any:
-    """Return the object to store in the state. A prepared loader is converted to follow the job's position."""
+    """Return the object to store in the state. A prepared loader is converted, so that it uses the job's position."""
     if isinstance(value, Module):
         return averaging(value) or accelerator.unwrap_model(value, keep_torch_compile=False)
     if _is(value, DataLoaderDispatcher):

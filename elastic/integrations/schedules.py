@@ -50,7 +50,7 @@ class ScaledSchedule:
     def resume(self, step: int, share: float) -> None:
         """Set the position of ``step`` to a fraction of training, from 0 to 1.
 
-        Called if a checkpoint does not contain the position.
+        This method is called if a checkpoint does not contain the position.
         """
         position = share * self.steps
         if self.at(step) == step and abs(position - step) > 1:
@@ -100,7 +100,7 @@ def counts_steps(scheduler: Any) -> bool:
 
 
 def warn(scheduler: Any, first: int, now: int, what: str, remedy: str) -> None:
-    """Warn that ``scheduler`` does not follow the number of ``what``, such as steps or batches of an epoch."""
+    """Warn that ``scheduler`` does not adapt to the number of ``what``, such as steps or batches of an epoch."""
     warnings.warn(
         f"the number of {what} changed with the world: {first} at the start, {now} now. The script's schedule"
         f" {type(scheduler).__name__} keeps its original number of steps, so it may reach its final learning"

@@ -44,7 +44,7 @@ class ElasticTrainerMixin:
     checkpoints, and after each epoch.
 
     Raises:
-        Invalid: an argument cannot follow a change of the world. Raised before training starts.
+        Invalid: an argument is not supported in a changing world. Raised before training starts.
     """
 
     commit_every = 1
@@ -204,7 +204,7 @@ class ElasticTrainerMixin:
             super()._run_epoch(**arguments)  # type: ignore[misc]
 
     def _follow_steps(self) -> None:
-        """Adapt the schedule to the new `state.max_steps`, or warn that it does not follow."""
+        """Adapt the schedule to the new `state.max_steps`, or warn that it cannot be adapted."""
         factor, schedule = self._factor()
         if factor is not None:
             factor.follow(schedule.last_epoch, self.state.max_steps - self.state.global_step)

@@ -43,7 +43,7 @@ def check_device(array: jax.Array, what: str) -> None:
 def view(array: jax.Array) -> torch.Tensor:
     """Return a tensor that is a view of an array, or of the uint32 data of PRNG keys.
 
-    Waits until the array is computed.
+    This function waits until the array is computed.
 
     The tensor must not be written to. If torch was built without CUDA, a GPU array is copied to the host.
 

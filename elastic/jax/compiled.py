@@ -27,7 +27,8 @@ def call(compute: Compute, arrays: Sequence[Any]) -> list[Any]:
     ``compute`` takes and returns CPU tensors. Its results have the shapes and dtypes of ``arrays``.
 
     Raises:
-        Invalid: JAX cannot run a collective here: within ``vmap``, or in a function whose gradient is computed.
+        Invalid: JAX cannot run a collective in this context: within ``vmap``, or in a function whose gradient is
+            computed.
     """
 
     def run(*values: Any) -> list[Any]:

@@ -111,7 +111,7 @@ class JaxSteps:
 
 
 def _optax_states() -> list[type]:
-    """Return the classes of optax states, which are NamedTuples. Empty if optax was not imported."""
+    """Return the classes of optax states, which are NamedTuples. The result is empty if optax was not imported."""
     if "optax" not in sys.modules:
         return []
     return [

@@ -119,7 +119,10 @@ def has_arrays(value: Any) -> bool:
 
 
 def is_module(value: Any) -> bool:
-    """Return whether the value is a module, optimizer, metric or Rngs of Flax NNX. Does not import Flax."""
+    """Return whether the value is a module, optimizer, metric or Rngs of Flax NNX.
+
+    This function does not import Flax.
+    """
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(value, nnx.Pytree)
 

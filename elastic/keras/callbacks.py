@@ -53,7 +53,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         local_variables: one or several variables of the model that are not broadcast.
 
     Raises:
-        Invalid: (a ValueError) ``local_variables`` contains something other than a variable.
+        Invalid: (a ValueError) ``local_variables`` contains an object that is not a variable.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -293,14 +293,14 @@ class _Position(keras.callbacks.Callback):
         _positions[self.state] = [weakref.ref(each) for each in (*others, self)]
 
     def batch_ended(self, batch: int) -> None:
-        """Record the end of a batch. May be called twice."""
+        """Record the end of a batch. This method may be called twice."""
 
     def was_last_batch(self) -> bool:
         """Return whether the batch that has just ended is known to be the last one of its epoch."""
         return False
 
     def epoch_ended(self, epoch: int) -> None:
-        """Record the end of an epoch. May be called twice."""
+        """Record the end of an epoch. This method may be called twice."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.batch_ended(batch)

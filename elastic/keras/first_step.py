@@ -92,7 +92,7 @@ def _telling(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _step_input(iterator: Any) -> bytes:
-    """Return the serialized element spec of the batches. Empty if they cannot be serialized."""
+    """Return the serialized element spec of the batches. The result is empty if they cannot be serialized."""
     import tensorflow as tf
 
     if not isinstance(iterator, tf.data.Iterator):

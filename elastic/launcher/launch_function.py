@@ -39,15 +39,23 @@ def launch(
 ) -> list[Any]:
     """Run ``func(*args, **kwargs)`` on every worker, and return the results by rank in the last world.
 
-    The options are those of ``elasticrun`` (``begin_from`` is ``--from``), with times in seconds. ``min_np``,
-    ``max_np`` or a discovery script makes the job elastic. ``func`` is pickled by value with cloudpickle. Hosts that do
-    not share this host's TMPDIR receive up to 512 KiB of pickled data over the job's connections. ``env`` replaces the
-    environment that workers inherit (default: that of this process). ``on_report`` is called in this process with a
-    `Report` for each `elastic.report` call of a worker, one at a time, and blocks the driver while it runs. If the
-    callback raises, the first exception is logged and the job continues.
+    ``min_np``, ``max_np`` or a discovery script makes the job elastic.
+
+    Args:
+        func: function that each worker calls, pickled by value with cloudpickle. Hosts that do not share this host's
+            TMPDIR receive up to 512 KiB of pickled data over the job's connections.
+        args, kwargs: arguments of ``func``.
+        env: environment that the workers inherit (default: that of this process).
+        executable: path of the Python that runs the workers (default: that of this process).
+        on_report: called in this process with a `Report` for each `elastic.report` call of a worker, one at a time. It
+            blocks the driver while it runs. If it raises, the first exception is logged and the job continues.
+        **options: options of ``elasticrun``, with times in seconds. ``begin_from`` is ``--from``.
+
+    Returns:
+        The return values of ``func``, by rank in the last world.
 
     Raises:
-        Invalid: (a ValueError) an argument is invalid. Raised before anything is started.
+        Invalid: (a ValueError) an argument is invalid. Raised before any process is started.
         TypeError: an option does not exist.
         JobFailed: the job failed, after all output of the workers was forwarded.
 

@@ -29,7 +29,7 @@ CARRIED_LIMIT = 512 * 1024
 def carried(call: bytes) -> dict[str, str]:
     """Return the pickled call as environment variables for a worker on another machine.
 
-    Empty if the call is too large.
+    The result is empty if the call is too large.
     """
     if len(call) > CARRIED_LIMIT:
         return {}

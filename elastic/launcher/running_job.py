@@ -68,7 +68,7 @@ class Job:
     def scale(self, workers: int) -> str:
         """Request a different number of workers. Return a description of the expected outcome.
 
-        Does not wait for the change. `status` shows the actual number.
+        This method does not wait for the change. `status` shows the actual number.
         """
         from elastic.driver.job.operator_api.messages import AskScale
 

@@ -2,11 +2,13 @@
 
 Pure: no I/O, no clock.
 
-    asked (here)  ->  heard, told (there)  ->  answered (here)
+    asked                request sent, by this worker's clock
+    heard, told          request received and answer sent, by the driver's clock
+    answered             answer received, by this worker's clock
 
 As in NTP (Mills et al., RFC 5905, section 8; the bound is Cristian's, 1989): if both directions take the same time, the
 clocks differ by ``((heard - asked) + (told - answered)) / 2``, and the error is at most half of the round trip in any
-case. The fastest request is therefore used instead of an average, because slower ones add no information.
+case. The fastest request is therefore used instead of an average, because slower requests add no information.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _listener: Callable[[Any], None] | None = None
 def count(account: TimeAccount) -> None:
     """Start measuring the time that the calling thread waits for any DataLoader.
 
-    Has no effect if torch lacks the method.
+    This function has no effect if torch lacks the method.
     """
     global _account, _thread
     _account, _thread = account, threading.get_ident()

@@ -3,8 +3,8 @@
     add --> waiting, up to KEPT --Reported--> in flight, up to WINDOW_BYTES --ReportsTaken--> delivered
             the oldest is dropped             sent again after a change of the driver or connection
 
-The reports in flight never exceed the system's socket buffers, so sending does not block even if the driver reads
-nothing. A report gets its number when it is first sent. The driver accepts number n only after n - 1, or if ``oldest``
+The reports in flight never exceed the system's socket buffers, so sending does not block even if the driver does not
+read. A report gets its number when it is first sent. The driver accepts number n only after n - 1, or if ``oldest``
 shows that an earlier driver has accepted n - 1. Reports are therefore delivered in order, exactly once, even if
 messages are lost.
 """

@@ -1,4 +1,4 @@
-"""Interface for call sites that add records to this worker's timeline. Never blocks.
+"""Interface for call sites that add records to this worker's timeline. This module never blocks.
 
 ``on`` is False until a timeline is requested, so that a call site costs only one check::
 
@@ -53,7 +53,7 @@ def begin(row: str, name: str) -> None:
 
 
 def end(row: str) -> None:
-    """End the innermost span of a row. Has no effect if no span is open. See the module docstring."""
+    """End the innermost span of a row. This function has no effect if no span is open. See the module docstring."""
     _buffer.end(row, now_ns())
     _wake()
 

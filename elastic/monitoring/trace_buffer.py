@@ -8,8 +8,8 @@ A record is a tuple ``(kind, row, name, at_ns, ns)``. Kinds are the letters of t
     i  an instant
 
 A span becomes one X when it ends. Only a long span is recorded while it is open, as B and later E, so that the timeline
-shows what a killed worker was doing. Nothing blocks or grows without limit: if records arrive faster than they are
-taken, new ones are dropped and counted.
+shows the last operation of a killed worker. The buffer never blocks and has a maximum size: if records arrive faster
+than they are taken, new ones are dropped and counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Transfer of this worker's timeline records to the driver, or to a file if there is no driver.
+"""Transfer of this worker's timeline records to the driver, or to a file in a job without a driver.
 
 With a driver, the driver requests records and the link thread sends them, as `trace_sending` decides. Without a driver,
 no process can merge the records, so each rank writes a separate file in a separate thread: rank 0 the requested file,
@@ -36,7 +36,7 @@ class TraceSession(Protocol):
     """Interface of the destination of a process's timeline records."""
 
     def begin(self, place: Place) -> None:
-        """Start the timeline of HOROVOD_TIMELINE, once this worker knows its rank.
+        """Start the timeline of HOROVOD_TIMELINE, once this worker has its rank.
 
         Raises Invalid if the file cannot be written, and DriverLost if the driver does not answer.
         """
@@ -166,7 +166,7 @@ class TracingThroughDriver:
 
 
 class TracingToFile:
-    """Destination that writes records to a file of this rank, if there is no driver."""
+    """Destination that writes records to a file of this rank, in a job without a driver."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env

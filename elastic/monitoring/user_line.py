@@ -16,7 +16,7 @@ _INSTALLED = "site-packages"
 def of_thread(number: int) -> str:
     """Return the script line that a thread is executing, such as ``train.py:12``.
 
-    Empty if the thread has ended or runs no code of the script.
+    The result is empty if the thread has ended or runs no code of the script.
     """
     frame = sys._current_frames().get(number)
     while frame is not None and _is_of_a_library(frame):

@@ -15,7 +15,9 @@ Array: TypeAlias = mx.nd.NDArray
 
 
 def view(array: Array, write: bool = False) -> torch.Tensor:
-    """Return a tensor that shares the array's memory, on its device. Waits for pending computations of MXNet.
+    """Return a tensor that shares the array's memory, on its device.
+
+    This function waits for pending computations of MXNet.
 
     Args:
         array: dense array of float16, float32, float64, int8, uint8, int32 or int64.

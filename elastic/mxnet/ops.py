@@ -39,7 +39,12 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> Array:
-    """Reduce the arrays of all ranks. Return a new array of the same shape and dtype."""
+    """Reduce the arrays of all ranks. Return a new array of the same shape and dtype.
+
+    Args:
+        tensor: array of any shape, the same on all ranks.
+        average, name, priority, prescale_factor, postscale_factor, process_set, op: see the module docstring.
+    """
     factors = (prescale_factor, postscale_factor)
     return grouped_allreduce(
         [tensor], None, name, priority, *factors, process_set, as_op(op, average)

@@ -1,7 +1,7 @@
 """Completion callbacks of collectives, for callers that must not block for long.
 
-One background thread waits for all collectives. If nothing else is in flight, a caller first waits briefly in its own
-thread: if the other ranks are about to submit the same collective, switching threads would take longer than the
+One background thread waits for all collectives. If no other collective is in flight, a caller first waits briefly in
+its own thread: if the other ranks are about to submit the same collective, switching threads would take longer than the
 collective.
 """
 
@@ -36,8 +36,8 @@ class Completions:
         """Call ``finish`` once the collective is complete or about to complete.
 
         ``finish`` is called in this thread or in the waiting thread. It calls `submission.synchronize` and must not
-        raise. Completions are detected in any order, so a collective that another rank delays does not hold up those
-        submitted after it.
+        raise. Completions are detected in any order, so a collective that another rank delays does not delay later
+        collectives.
         """
         if submission.over(handle) or self._ends_soon(handle):
             finish()

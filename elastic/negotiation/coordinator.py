@@ -7,18 +7,18 @@ order. A collective runs as soon as all members have requested it. The order is 
 processes no tensors.
 
 A name that is requested again gets a cache number. From then on a rank requests it with one bit, and the coordinator
-only intersects bit masks: with 1,024 names, one `and` over 128 bytes per rank. A number means "the same request as last
-time". A rank with a different request under the same name sends it in full, and the other ranks' bits are expanded to
-the requests that they stand for. The number of a name changes only with a decision of all its members, never while a
-rank might still request the old number. When all numbers are in use, they are discarded together and a new epoch
-starts. Bits of the previous epoch are accepted until every member has received the new epoch.
+only intersects bit masks: with 1,024 names, one `and` over 128 bytes per rank. A number represents the previous request
+under the same name. A rank with a different request under the same name sends it in full, and the other ranks' bits are
+expanded to the requests that they represent. The number of a name changes only with a decision of all its members,
+never while a rank might still request the old number. When all numbers are in use, they are discarded together and a
+new epoch starts. Bits of the previous epoch are accepted until every member has received the new epoch.
 
 If a rank's only submitting thread has been blocked for a short time, the rank reports the collective for which it
 waits. If ranks wait for each other in different collectives, none of these can ever run, and every rank receives the
 list of calls.
 
-A rank that called `join` has no more data, so reductions do not wait for it. When all ranks have joined, all are
-notified.
+A rank that called `join` has no more data, so reductions do not wait for it. When all ranks have joined, the
+coordinator notifies all ranks.
 
 A notification is sent to all members as soon as one rank requests it, and once more for each further request.
 """

@@ -187,7 +187,7 @@ class Engine:
             line.wake()
 
     def reach(self) -> None:
-        """Connect to rank 0 before the first submission. Blocks.
+        """Connect to rank 0 before the first submission. This method blocks.
 
         A connection error is raised by the first collective.
         """
@@ -435,7 +435,7 @@ class Engine:
     def _give_up(self, reason: str) -> None:
         """Report that the world has failed, and make all waits raise an error.
 
-        Called in the engine's own threads, where an exception would reach no caller.
+        This method is called in the engine's own threads, where an exception would reach no caller.
         """
         self.fail(reason)
         if not self._resting:
@@ -455,7 +455,8 @@ class Engine:
     def abort(self) -> None:
         """Make current and future waits raise CollectiveFailed, without blocking.
 
-        May be called from any thread. Wakes the thread that drives the engine, which wakes the other threads.
+        This method may be called from any thread. It wakes the thread that drives the engine, which wakes the other
+        threads.
         """
         self._failure = self._failure or CollectiveFailed("aborted", aborted=True)
         self._wake.put(None)
@@ -465,7 +466,8 @@ class Engine:
     def rest(self, timeout_s: float) -> bool:
         """Stop executing decisions at process exit, without reporting a failure of the world.
 
-        Waits up to ``timeout_s`` seconds for the decision in progress, and returns whether it has completed.
+        This method waits up to ``timeout_s`` seconds for the decision in progress, and returns whether it has
+        completed.
         """
         self._resting = True
         if not self._carrying.acquire(timeout=timeout_s):
@@ -489,7 +491,7 @@ class Engine:
             self._listener = None
 
     def close_in_forked_child(self) -> None:
-        """Close the sockets that a forked child has inherited. Called in the child."""
+        """Close the sockets that a forked child has inherited. This method is called in the child."""
         if self._line is not None:
             self._line.close_sockets()
 

@@ -126,7 +126,7 @@ class Handles:
         return claimed
 
     def peek(self, handle: int) -> HandleEntry | None:
-        """Return the collective of a handle from any world, or None. Releases nothing."""
+        """Return the collective of a handle from any world, or None. This method releases nothing."""
         return self._claimed.get(handle)
 
     def _drop_stale(self, rt: Context) -> None:

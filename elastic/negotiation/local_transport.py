@@ -205,7 +205,7 @@ class LocalController:
         self.own.put("wake")
 
     def abort(self) -> None:
-        """Wake the thread that waits for a decision, and the server thread. Never blocks."""
+        """Wake the thread that waits for a decision, and the server thread. This method never blocks."""
         self._server.abort()
         self.own.put(None)
 

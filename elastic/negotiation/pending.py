@@ -225,7 +225,7 @@ class Pending:
     def offer(self) -> None:
         """Send the queued request now.
 
-        Not needed before a wait, which sends the request itself.
+        This method is not needed before a wait, which sends the request itself.
         """
         if self._engine is not None:
             self._engine.offer()
@@ -245,7 +245,7 @@ class Pending:
     # ---- interface for the engine ----------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Receive a decision that was made before the world ended. Called after its end."""
+        """Receive a decision that was made before the world ended. This method is called after its end."""
         if self._engine is not None and not self.decided:
             self._engine.drain(self)
 

@@ -98,7 +98,7 @@ class _Table(msgspec.Struct):
 
 
 class ProcessSetTable:
-    """Table of the process sets that one worker knows, except the global set, which always has ID 0."""
+    """Table of one worker's process sets, except the global set, which always has ID 0."""
 
     def __init__(self) -> None:
         self._entries: dict[int, SetEntry] = {}
@@ -198,7 +198,7 @@ class ProcessSetTable:
             entry.number, entry.removed = 0, True
 
     def clear(self) -> None:
-        """Unregister all sets. Called after this worker has left the job."""
+        """Unregister all sets. This method is called after this worker has left the job."""
         for entry in self.entries():
             self._drop(entry)
         self._next_number, self.largest, self.joined = 1, 0, False

@@ -378,7 +378,7 @@ def start_copy(rt: Context, ranks: tuple[int, ...]) -> Callable[[], list[str]]:
 
 
 def unregister_all() -> None:
-    """Unregister all sets. Called after ``shutdown()``."""
+    """Unregister all sets. This function is called after ``shutdown()``."""
     global _dynamic
     _table.clear()
     _objects.clear()

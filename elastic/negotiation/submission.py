@@ -367,7 +367,10 @@ def synchronize(handle: int) -> Any:
 
 
 def over(handle: int) -> bool:
-    """Return whether `synchronize` would return or raise immediately. Accepts handles that are not in flight."""
+    """Return whether `synchronize` would return or raise immediately.
+
+    This function accepts handles that are not in flight.
+    """
     found = _handles.peek(handle)
     if found is None or found.pending.done():
         return True

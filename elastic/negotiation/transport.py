@@ -90,7 +90,8 @@ def fetch_rules(store: Store, rank: int, timeout_s: float | None = None) -> Cont
 class ControllerClient:
     """Client end of a rank's connection to rank 0. Only one thread may receive at a time; another may send.
 
-    Rank 0 counts as lost after ``silence_s`` seconds without a message or heartbeat. With 0, it never does.
+    Rank 0 counts as lost after ``silence_s`` seconds without a message or heartbeat. With 0, rank 0 is never considered
+    lost.
     """
 
     def __init__(

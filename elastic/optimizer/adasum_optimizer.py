@@ -88,7 +88,7 @@ class AdasumDistributed(WrappedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients with the wrapped optimizer's method.
 
-        Allowed at any time, because no gradients are in flight.
+        This method is allowed at any time, because no gradients are in flight.
         """
         super().zero_grad(set_to_none)
         self._reducer.discard()
@@ -229,7 +229,10 @@ class BackwardPasses:
         """Do nothing, because no reduction is in flight."""
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Count one backward pass of a parameter. Called after the pass has added to ``parameter.grad``."""
+        """Count one backward pass of a parameter.
+
+        This method is called after the pass has added to ``parameter.grad``.
+        """
         try:
             world = lifecycle.current()
         except NotInitialized:

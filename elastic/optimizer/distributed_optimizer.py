@@ -1,7 +1,7 @@
 """`DistributedOptimizer`: wraps an optimizer so that gradients are averaged over all workers before each step.
 
-Checks the arguments and adds Horovod's methods. `elastic.optimizer.gradients.gradient_reducer` decides when and how
-gradients are sent, and performs all communication.
+This module checks the arguments and adds Horovod's methods. `elastic.optimizer.gradients.gradient_reducer` decides when
+and how gradients are sent, and performs all communication.
 """
 
 from __future__ import annotations
@@ -52,39 +52,45 @@ def DistributedOptimizer(
 ) -> Any:
     """Wrap ``optimizer`` so that ``step()`` applies gradients reduced over all workers. Call ``init()`` first.
 
-    The result is an instance of a subclass of ``optimizer``'s class with the same name. It shares ``param_groups``,
-    ``state`` and ``defaults``, so learning rate schedulers, ``state_dict`` and ``GradScaler`` work as before; it adds
-    the methods of `WrappedOptimizer`. Create schedulers after wrapping.
-
-    - ``named_parameters``: for example ``model.named_parameters()``. It must cover all parameters, with unique names.
-    - ``compression``: `Compression.none`, ``fp16``, ``bf16``, or any object with ``compress(tensor) -> (tensor,
-      context)`` and ``decompress(tensor, context) -> tensor``.
-    - ``backward_passes_per_step``: number of backward passes whose gradients are summed locally (not averaged) before a
-      reduction.
-    - ``op``: Average, Sum, Min, Max, Product or Adasum. With Adasum, each rank steps with its own gradients and the
-      steps are combined: see `elastic.optimizer.adasum_optimizer`. Adasum requires 1, 2, 4, 8, ... ranks, and ignores
-      ``groups``.
-    - ``gradient_predivide_factor`` f: Average divides by f before the sum and by ``size / f`` after it.
-    - ``groups``: number of groups to split the parameters into, or lists of parameters. The gradients of a group are
-      reduced together, in one buffer per dtype. Parameters outside all groups are grouped by size.
-    - ``process_set``: ranks that average among themselves. Other ranks step with their local gradients, as without the
-      wrapper.
-    - ``sparse_as_dense``: if True, sparse gradients (of embeddings) are reduced as dense tensors and converted back;
-      otherwise indices and values are gathered.
-
-    - ``shards``: an `elastic.exact.shards.Shards`, which divides the global batch into the same number of micro-batches
-      in any world. Gradients are the mean over the shards, or with Sum their sum. ``backward_passes_per_step`` then
-      counts the passes of one shard, and ``compression`` rounds each shard's gradient and each partial sum.
-
-    - ``zero``: 1 divides the optimizer state among the ranks (ZeRO-1): each rank steps its elements of every parameter
-      and receives the other elements from the other ranks. Requires a torch optimizer that updates each element
-      independently, and in an elastic job a `TorchState` with the optimizer: see docs/sharded.md.
-
     The reduction is complete when the last backward pass of a step returns, so clip gradients after that. See
-    docs/migration.md. With ``shards`` it is complete when the loop over them ends.
+    docs/migration.md. With ``shards``, it is complete when the loop over the shards ends.
 
-    All ranks pass the same parameters in the same order. The first step of a world checks this and raises StateMismatch
-    on a difference. Raises Invalid (a ValueError) if an argument is invalid, and NotInitialized before ``init()``.
+    All ranks pass the same parameters in the same order. The first step of a world checks this.
+
+    Args:
+        optimizer: a torch optimizer. Create schedulers after wrapping it.
+        named_parameters: for example ``model.named_parameters()``. It must cover all parameters, with unique names.
+        compression: `Compression.none`, ``fp16``, ``bf16``, or any object with ``compress(tensor) -> (tensor,
+            context)`` and ``decompress(tensor, context) -> tensor``.
+        backward_passes_per_step: number of backward passes whose gradients are summed locally (not averaged) before a
+            reduction.
+        op: Average, Sum, Min, Max, Product or Adasum. With Adasum, each rank steps with its own gradients and the steps
+            are combined: see `elastic.optimizer.adasum_optimizer`. Adasum requires 1, 2, 4, 8, ... ranks, and ignores
+            ``groups``.
+        gradient_predivide_factor: factor f. Average divides by f before the sum and by ``size / f`` after it.
+        num_groups: deprecated form of ``groups``, as in Horovod.
+        groups: number of groups to split the parameters into, or lists of parameters. The gradients of a group are
+            reduced together, in one buffer per dtype. Parameters outside all groups are grouped by size.
+        sparse_as_dense: if True, sparse gradients (of embeddings) are reduced as dense tensors and converted back.
+            Otherwise, indices and values are gathered.
+        process_set: ranks that average among themselves. Other ranks step with their local gradients, as without the
+            wrapper.
+        shards: an `elastic.exact.shards.Shards`, which divides the global batch into the same number of micro-batches
+            in any world. Gradients are the mean over the shards, or with Sum their sum. ``backward_passes_per_step``
+            then counts the passes of one shard, and ``compression`` rounds each shard's gradient and each partial sum.
+        zero: 1 divides the optimizer state among the ranks (ZeRO-1): each rank steps its elements of every parameter
+            and receives the other elements from the other ranks. Requires a torch optimizer that updates each element
+            independently, and in an elastic job a `TorchState` with the optimizer: see docs/sharded.md.
+
+    Returns:
+        An instance of a subclass of ``optimizer``'s class with the same name. It shares ``param_groups``, ``state`` and
+        ``defaults``, so learning rate schedulers, ``state_dict`` and ``GradScaler`` work as with ``optimizer``. The
+        subclass adds the methods of `WrappedOptimizer`.
+
+    Raises:
+        Invalid: (a ValueError) an argument is invalid.
+        StateMismatch: parameters differ between ranks. Raised by the first step of a world.
+        NotInitialized: ``init()`` was not called.
 
     Example::
 

@@ -72,7 +72,7 @@ class DividedOptimizer(WrappedOptimizer):
     def divide(self, order: Sequence[int]) -> None:
         """Divide the parameters among the ranks of a new world.
 
-        Does not change the state entries, which still belong to this rank's previous shard.
+        This method does not change the state entries, which still belong to this rank's previous shard.
         """
         self.zero_order = tuple(order)
         self._gather_memory = {}

@@ -192,7 +192,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def _reset_passes(self) -> None:
         """Abandon the current step.
 
-        Called by `State.restore`, because gradients of an aborted step are never used.
+        This method is called by `State.restore`, because gradients of an aborted step are never used.
         """
         self._reducer.discard()
         self._synchronized = self._synchronized_for_scaler = False

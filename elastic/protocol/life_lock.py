@@ -43,7 +43,8 @@ _held = False  # whether this process has taken its lock, which it holds until i
 def hold(location: str) -> None:
     """Take the lock at ``location``, the value of the environment variable ELASTIC_LIFE_LOCK.
 
-    Does nothing in a thread other than the main one, because the lock must be held until the process exits.
+    This function does nothing in a thread other than the main one, because the lock must be held until the process
+    exits.
     """
     global _held
     if not location or _held or threading.current_thread() is not threading.main_thread():
@@ -130,7 +131,7 @@ class LifeLock:
         self._ended = False
 
     def watch(self, gone: Callable[[], None]) -> None:
-        """Call ``gone`` in a new thread when the lock's owner has died. Must not be called after `end`."""
+        """Call ``gone`` in a new thread when the lock's owner has died. This method must not be called after `end`."""
         # number of `_leave` calls so far: one each by the agent and the watching thread
         self._left = itertools.count()
         watching = threading.Thread(target=self._wait, args=(gone,), daemon=True)

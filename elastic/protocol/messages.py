@@ -203,7 +203,7 @@ class ShardsHeld(Value):
 
     Args:
         copies: number of copies of each shard, as configured in the state.
-        sealed: newest commit that all ranks have copied and mirrored, as far as this worker knows.
+        sealed: newest commit that all ranks have copied and mirrored, according to this worker.
     """
 
     copies: int

@@ -1,4 +1,6 @@
-"""TLS of a control connection: creates contexts from PEM files, and encrypts and decrypts bytes. Opens no socket.
+"""TLS of a control connection: creates contexts from PEM files, and encrypts and decrypts bytes.
+
+This module opens no socket.
 
 Both ends present a certificate signed by the job's CA. Host names are not checked, since hosts change. TLS does not
 replace the challenge of `elastic.protocol.framing`, which proves that the peer belongs to this job.

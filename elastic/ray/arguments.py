@@ -1,4 +1,7 @@
-"""Validation of the arguments of a job on a Ray cluster, before anything is started. Does not import Ray."""
+"""Validation of the arguments of a job on a Ray cluster, before any process is started.
+
+This module does not import Ray.
+"""
 
 from __future__ import annotations
 
@@ -217,7 +220,7 @@ def check_environ(given: object) -> None:
 
 
 def telemetry(caller: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the driver's OpenTelemetry environment: the caller's OTEL_* variables, overridden by those in ``env``."""
+    """Return the OTEL_* variables for the driver: those of ``caller``, overridden by those of ``given``."""
     both = {**caller, **given}
     return {name: value for name, value in both.items() if name.startswith("OTEL_")}
 

@@ -1,4 +1,4 @@
-"""Client of persistent workers: sends them calls and collects the results. Imports Ray."""
+"""Client of persistent workers: sends them calls and collects the results. This module imports Ray."""
 
 from __future__ import annotations
 

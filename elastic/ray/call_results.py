@@ -95,7 +95,7 @@ def answered(value: Any) -> bytes:
 
 
 def failed(error: BaseException, rank: int) -> bytes:
-    """Pickle the answer to a failed call. Never raises."""
+    """Pickle the answer to a failed call. This function never raises."""
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     try:
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -143,7 +143,7 @@ def opened(answer: bytes) -> Any:
 
 
 def failure_in(answer: bytes) -> CallFailure | None:
-    """Return the failure in an answer, or None. Does not unpickle a value.
+    """Return the failure in an answer, or None. This function does not unpickle a value.
 
     Raises JobFailed if the worker has exited.
     """

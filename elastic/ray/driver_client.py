@@ -1,6 +1,6 @@
 """Client of a driver actor: creates the actor, receives its output and reports, and waits for its job to end.
 
-Imports Ray.
+This module imports Ray.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def connect() -> None:
 
 
 def with_group(wanted: WorkerRequest) -> WorkerRequest:
-    """Return the request with the caller's placement group, if it asks for that group and the caller is in one."""
+    """Return the request with the caller's placement group, if the request selects it and the caller is in one."""
     if isinstance(wanted.placement_group, str):
         if wanted.placement_group != CURRENT:
             raise Invalid(
@@ -169,7 +169,7 @@ class DriverClient:
     def poll(self, wait_s: float = 0.0) -> bool:
         """Forward output and reports.
 
-        Waits up to ``wait_s`` seconds for the first item, and returns whether there was any.
+        This method waits up to ``wait_s`` seconds for the first item, and returns whether there was any.
         """
         # Drop the pending request, because the next line sends it again with another timeout.
         self._telling = None
@@ -203,7 +203,10 @@ class DriverClient:
                 self._on_output("stderr", text.encode())
 
     def wait(self, refs: Sequence[Any]) -> list[Any]:
-        """Wait for calls of the actor and return their values. Forwards output and reports in the meantime."""
+        """Wait for calls of the actor and return their values.
+
+        This method forwards output and reports in the meantime.
+        """
         left = list(refs)
         while left:
             _, left = self.some(left)
@@ -214,7 +217,7 @@ class DriverClient:
     ) -> tuple[list[Any], list[Any]]:
         """Return the completed and the pending calls, as two lists.
 
-        Waits up to ``within_s`` seconds until at least one call has completed.
+        This method waits up to ``within_s`` seconds until at least one call has completed.
         """
         by = None if within_s is None else time.monotonic() + within_s
         while True:

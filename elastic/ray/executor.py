@@ -56,31 +56,39 @@ def run(
 ) -> Result:
     """Call ``train_fn`` on workers of a Ray cluster, and wait for the result.
 
-    The call is ``train_fn(config)``, or ``train_fn()`` if no config is given.
+    The call is ``train_fn(config)``, or ``train_fn()`` without a config. Checkpoints work as with ``elasticrun``
+    (docs/checkpoints.md), in a folder shared by all nodes or at a URL. A repeated call resumes from the newest
+    checkpoint, unless ``fresh`` is True.
 
-    Without a config, ``train_fn()`` is called. ``min_workers`` or ``max_workers`` make the job elastic: it begins as
-    soon as there are resources for ``num_workers``, grows to ``max_workers`` as nodes join, and survives the loss of
-    nodes. ``resources_per_worker`` uses Ray's units: by default one CPU, and one GPU with ``use_gpu``.
+    Args:
+        train_fn: training function, pickled with cloudpickle.
+        config: argument of ``train_fn``.
+        num_workers: number of workers with which the job begins.
+        min_workers: number of workers with which an elastic job continues after nodes are lost.
+        max_workers: number of workers to which an elastic job grows when nodes join.
+        resources_per_worker: resources of a worker in Ray's units (default: one CPU, and one GPU with ``use_gpu``).
+        use_gpu: whether each worker needs a GPU.
+        placement_group: placement group for the workers (default: the caller's group without its first bundle, as in a
+            trial of Ray Tune; otherwise the job creates groups).
+        label_selector: labels of the nodes for the workers, in the syntax of Ray's label selectors (default: any node).
+            Requires a release of Ray whose placement groups support label selectors.
+        env: variables that are added to the workers' environment. Variables of ``elasticrun`` and OpenTelemetry also
+            apply to the driver.
+        on_report: called in this thread with each `elastic.report` of a worker.
+        on_output: called in this thread with the output of the workers and the log: the stream ("stdout" or "stderr"),
+            and bytes of whole lines, up to 64 KiB.
+        detached: name of a job that continues after its caller exits. Ray restarts the driver of the job after a
+            failure, and `attach` follows the job.
+        placement_timeout: seconds to wait for the resources of ``num_workers`` workers.
+        **options: options of ``elasticrun`` (docs/reference/variables.md), with times in seconds.
 
-    ``on_report`` receives the `elastic.report` calls of workers. ``on_output`` receives their output and the log, as
-    the stream ("stdout" or "stderr") and bytes of whole lines up to 64 KiB. Both are called in this thread. With
-    ``detached="NAME"``, the job survives its caller, Ray restarts its driver after a failure, and `attach` follows the
-    job. All times are in seconds.
-
-    Checkpoints work as with ``elasticrun`` (docs/checkpoints.md), in a folder shared by all nodes or at a URL. A
-    repeated call resumes from the newest checkpoint, unless ``fresh`` is True.
+    Returns:
+        The return values and the last reports of the workers, by rank.
 
     Raises:
         Invalid: (a ValueError) an argument is invalid, or the cluster has no resources for the workers within
-            ``placement_timeout`` seconds. Raised before anything is started.
+            ``placement_timeout`` seconds. Raised before any process is started.
         JobFailed: the job failed.
-
-    Args:
-        placement_group: placement group for the workers (default: the caller's group without its first bundle, as in a
-            trial of Ray Tune; otherwise the job creates groups). ``env`` is added to the workers' environment.
-            Variables of ``elasticrun`` and OpenTelemetry in ``env`` also apply to the driver.
-        label_selector: labels of the nodes for the workers, in the syntax of Ray's label selectors (default: any node).
-            Requires a release of Ray whose placement groups support label selectors.
     """
     with Executor(
         num_workers,
@@ -166,7 +174,7 @@ class Executor:
         placement_timeout: float = PLACEMENT_S,
         **options: Unpack[RayOptions],
     ) -> None:
-        """Validate the arguments. Starts nothing.
+        """Validate the arguments. This method starts nothing.
 
         Args:
             num_hosts: exact number of nodes, each with the same number of workers.

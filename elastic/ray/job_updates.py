@@ -87,7 +87,7 @@ class JobUpdates:
                 future.set_result(None)
 
     async def after(self, source: str, begin: int, wait_s: float) -> UpdateBatch:
-        """Return the items from position ``begin`` on. Waits up to ``wait_s`` seconds for the first."""
+        """Return the items from position ``begin`` on. This method waits up to ``wait_s`` seconds for the first."""
         if source != self.source:
             begin = 0
         batch = self._since(begin)

@@ -105,7 +105,10 @@ class Serving:
         self._made: list[Any] = []  # the instance of ``executable_cls``, if one was created
 
     def answer(self, word: bytes) -> bytes:
-        """Execute a request and return the answer. Catches all exceptions of a function, including SystemExit."""
+        """Execute a request and return the answer.
+
+        This method catches all exceptions of a function, including SystemExit.
+        """
         try:
             try:
                 answer = answered(self._perform(word))

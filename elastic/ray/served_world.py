@@ -86,7 +86,7 @@ class ServedRuntime(WorkerRuntime):
     def settle(self) -> None:
         """Wait, for a limited time, until the driver has received a call's reports.
 
-        Called before the call's value is sent.
+        This method is called before the call's value is sent.
         """
         if self.reporting is not None:
             self.reporting.settle()
@@ -116,7 +116,7 @@ class ServedRuntime(WorkerRuntime):
     def first_world(self) -> None:
         """Join a world, when ``init()`` is called.
 
-        Raises: CollectiveFailed: the current call was cancelled, because the ranks were asked to regroup.
+        Raises CollectiveFailed if the current call was cancelled, because the ranks received a request to regroup.
         """
         regroupings = self._regroupings
         if not regroupings.ahead:

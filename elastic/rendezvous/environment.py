@@ -174,7 +174,10 @@ def native(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def legacy_keras(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether ``tf.keras`` is legacy Keras, by TensorFlow's own rules. Always False with other backends."""
+    """Return whether ``tf.keras`` is legacy Keras, by TensorFlow's own rules.
+
+    The result is always False with other backends.
+    """
     env = os.environ if environ is None else environ
     wanted = env.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
     return wanted and env.get("KERAS_BACKEND", "") in ("", "tensorflow")
@@ -267,7 +270,7 @@ def failpoints(environ: Mapping[str, str] | None = None) -> str:
 
 
 def worker(environ: Mapping[str, str] | None = None) -> Worker:
-    """Return the identity of this worker. Reads no other variable."""
+    """Return the identity of this worker. This function reads no other variable."""
     env = os.environ if environ is None else environ
     try:
         return Worker.parse(env["ELASTIC_WORKER"])

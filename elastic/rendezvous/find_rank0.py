@@ -270,7 +270,7 @@ class _File:
 
 
 def private_folder() -> Path:
-    """Return the folder for endpoint files. Creates it with mode 0700 if necessary.
+    """Return the folder for endpoint files. This function creates it with mode 0700 if necessary.
 
     Raises:
         Invalid: another user can read or write the folder.
@@ -324,7 +324,10 @@ def numeric(host: str) -> str:
 
 
 def own_address(towards: str) -> str | None:
-    """Return this host's address on the route to a numeric address, or None without a route. Sends no data."""
+    """Return this host's address on the route to a numeric address, or None without a route.
+
+    This function sends no data.
+    """
     family = socket.AF_INET6 if ":" in towards else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

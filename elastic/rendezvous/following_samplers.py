@@ -1,8 +1,8 @@
 """Wrappers that keep the rank and size in torch's ``DistributedSampler`` equal to those of the current world.
 
-A sampler follows the world if its ``num_replicas`` and ``rank`` were those of the world when it was created, explicitly
-or by default. A sampler is left unchanged if it was created with other values, if the script has changed them, or if
-its class computes ``num_samples`` and ``total_size`` differently from torch.
+A sampler is updated in each world if its ``num_replicas`` and ``rank`` were those of the world when it was created,
+explicitly or by default. A sampler is left unchanged if it was created with other values, if the script has changed
+them, or if its class computes ``num_samples`` and ``total_size`` differently from torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _theirs: dict[str, Callable[..., Any]] = {}  # torch's original methods, keyed b
 
 
 def install(place: Callable[[], Place | None]) -> None:
-    """Make samplers created from now on follow the world. Idempotent.
+    """Update, in each world, the samplers that are created after this call. Idempotent.
 
     Args:
         place: function that returns this worker's current place, or None.
@@ -61,7 +61,7 @@ def uninstall() -> None:
 
 
 def follow() -> None:
-    """Update all following samplers after a change of the world, in case a subclass reads the values directly."""
+    """Update all registered samplers after a change of the world, in case a subclass reads the values directly."""
     for made in [*_made.values()]:
         sampler = made()
         if sampler is not None:
@@ -69,7 +69,7 @@ def follow() -> None:
 
 
 def bring(sampler: Any) -> None:
-    """Set a following sampler's values to those of the current world."""
+    """Set a registered sampler's values to those of the current world."""
     now = _present()
     if now is None or getattr(sampler, MADE_FOR, now) == now or not follows(sampler):
         return
@@ -87,7 +87,7 @@ def follows(sampler: Any) -> bool:
 
 
 def count() -> int:
-    """Return the number of live samplers that follow the world."""
+    """Return the number of existing samplers that are updated in each world."""
     return len(_made)
 
 

@@ -39,9 +39,9 @@ class ByTorchelasticStore:
 
 @dataclass(frozen=True)
 class ByAddress:
-    """Rendezvous at an address that all ranks know: rank 0 listens on ``port`` of ``host``.
+    """Rendezvous at an address that is set on all ranks: rank 0 listens on ``port`` of ``host``.
 
-    All ranks know ``secret``.
+    ``secret`` is the same on all ranks.
     """
 
     host: str

@@ -58,8 +58,8 @@ def stale(
 ) -> list[VariableRead]:
     """Return the ``reads`` of variables whose value for ``place`` differs from the value when this worker started.
 
-    Reads of LOCAL_RANK are included only on rank 0, and only if its slot is not 0: scripts take the worker with
-    LOCAL_RANK 0 for the first one.
+    Reads of LOCAL_RANK are included only on rank 0, and only if its slot is not 0: scripts treat the worker with
+    LOCAL_RANK 0 as rank 0.
     """
     values = of(place)
     values[SLOT] = "0" if place.rank == 0 else environ_at_start.get(SLOT, "")

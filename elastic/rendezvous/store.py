@@ -6,7 +6,7 @@ later exchange, which then takes one round trip instead of two.
 Rank 0 serves the store on a socket that it bound before it sent Ready, only on the interface of the data plane. In an
 exchange, every rank sends (key, rank, size, blob), and receives all blobs once all ranks have sent theirs. Frames are
 sealed (`elastic.protocol.framing`) and carry the generation, which excludes unauthenticated peers and ranks of other
-generations. torch's TCPStore is unsuitable: it cannot be aborted while it connects, accepts writes from anyone, and
+generations. torch's TCPStore is unsuitable: it cannot be aborted while it connects, accepts writes from any client, and
 needs 2 round trips per rank.
 """
 
@@ -157,7 +157,7 @@ class Store:
     def open(self) -> None:
         """Start to serve, on rank 0. On other ranks, do nothing: they connect at their first exchange.
 
-        Does not wait.
+        This method does not wait.
         """
         if self._listener is not None and self._server is None:
             self._server = _Server(
@@ -272,7 +272,7 @@ class Store:
         self._provided[key] = make
 
     def fetch(self, key: str, rank: int, timeout_s: float | None = None) -> list[bytes]:
-        """Fetch the value that rank 0 provides under a key. Does not wait for the other ranks.
+        """Fetch the value that rank 0 provides under a key. This method does not wait for the other ranks.
 
         Raises:
             CollectiveFailed: rank 0 did not respond within ``timeout_s`` seconds.
@@ -315,7 +315,7 @@ class Store:
             self._listener.close()
 
     def close_in_forked_child(self) -> None:
-        """Close the sockets that a forked child has inherited. Called in the child."""
+        """Close the sockets that a forked child has inherited. This method is called in the child."""
         for call in self._calls:
             call.close()
         for connection in self._kept:

@@ -175,7 +175,7 @@ class SealedServer:
     def _send_queued(self, caller: SealedCaller) -> int:
         """Send queued frames without blocking.
 
-        Return the number of bytes still queued. Must be called with ``_sending`` held.
+        Return the number of bytes still queued. This method must be called with ``_sending`` held.
         """
         unsent = self._unsent[caller]
         unsent.send(caller.socket)
@@ -291,7 +291,10 @@ class SealedServer:
             self.drop(caller)
 
     def drop(self, caller: SealedCaller) -> None:
-        """Close a caller's connection immediately. No effect if it is closed. Call this in the server's thread."""
+        """Close a caller's connection immediately. This method has no effect if it is closed.
+
+        Call this in the server's thread.
+        """
         with self._sending:
             if self._callers.pop(caller.socket, None) is None:
                 return
@@ -312,7 +315,7 @@ class SealedServer:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self, within_s: float) -> None:
-        """Stop serving, after sending queued frames. Waits at most ``within_s`` seconds for the thread."""
+        """Stop serving, after sending queued frames. This method waits at most ``within_s`` seconds for the thread."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread from select

@@ -99,7 +99,7 @@ class CommitLog:
     def keep_older(self, state: CommittedState) -> None:
         """Keep a copy of the newest commit that stays available after later commits.
 
-        Does nothing for a state that keeps no older commits.
+        This method does nothing for a state that keeps no older commits.
         """
         commit = self._session.recovery.agreed()
         if commit is not None:
@@ -113,8 +113,8 @@ class CommitLog:
     def stop_at_own_pace(self) -> None:
         """Make this worker stop for planned changes at its own next safepoint, independently of other workers.
 
-        Used by workers that do not wait for each other in every step, and therefore reach safepoints of the same number
-        at different times.
+        This method is used by workers that do not wait for each other in every step, and therefore reach safepoints of
+        the same number at different times.
         """
         with self._session.lock:
             self._session.recovery.own_pace = True
@@ -163,7 +163,7 @@ class CommitLog:
             )
 
     def check(self) -> None:
-        """Count a safepoint. Usually returns without waiting.
+        """Count a safepoint. This method usually returns without waiting.
 
         Raises:
             WorldChanging: all workers stop at this safepoint for a planned change.

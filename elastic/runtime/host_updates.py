@@ -2,11 +2,10 @@
 
 Each listener has the method ``on_hosts_updated(timestamp, update_res)``.
 
-This module calls their method ``on_hosts_updated(timestamp, update_res)``. Every State under ``elastic.run`` is
-notified, and scripts may register their own objects. Listeners are notified when the list of hosts changes, and again
-when the driver prepares a planned change, before any worker stops for it. A notification has no effect on the change,
-which the driver coordinates: a State that was not notified stops at the same safepoint. The loss of a worker is
-reported by PeerLost, not by notifications.
+Every State under ``elastic.run`` is notified, and scripts may register their own objects. Listeners are notified when
+the list of hosts changes, and again when the driver prepares a planned change, before any worker stops for it. A
+notification has no effect on the change, which the driver coordinates: a State that was not notified stops at the same
+safepoint. The loss of a worker is reported by PeerLost, not by notifications.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any, Protocol
 class HostUpdateResult(enum.IntFlag):
     """Kind of a change of the job's hosts, with Horovod's values.
 
-    Notifications always have the kind ``mixed``, because workers do not know the details of the change.
+    Notifications always have the kind ``mixed``, because the driver does not send the details of the change to workers.
     """
 
     no_update = 0
@@ -69,8 +68,8 @@ def told(listener: HostUpdateListener) -> Iterator[None]:
 def tell(timestamp: float, result: HostUpdateResult) -> None:
     """Notify all listeners.
 
-    Runs in the thread that reads the driver's messages, so listeners should return immediately. If a listener raises an
-    exception, it is printed, and the other listeners are still notified.
+    This function runs in the thread that reads the driver's messages, so listeners should return immediately. If a
+    listener raises an exception, it is printed, and the other listeners are still notified.
 
     Args:
         timestamp: time of the change in seconds since 1970.

@@ -1,4 +1,4 @@
-"""Connection of a worker to the driver, with a thread that reads from it. Makes no decisions."""
+"""Connection of a worker to the driver, with a thread that reads from it. This module makes no decisions."""
 
 from __future__ import annotations
 
@@ -134,10 +134,10 @@ class Link:
             lost(reason)
 
     def send(self, message: Message) -> None:
-        """Send a message. May be called from any thread, but not from a signal handler.
+        """Send a message. This method may be called from any thread, but not from a signal handler.
 
         Raises:
-            DriverLost: the connection is lost, or the driver has read nothing for `SEND_S` seconds.
+            DriverLost: the connection is lost, or the driver has read no data for `SEND_S` seconds.
         """
         body = messages.encoded(message)
         try:
@@ -148,7 +148,7 @@ class Link:
             ) from error
 
     def poke(self) -> None:
-        """Wake the link thread. Safe in a signal handler."""
+        """Wake the link thread. This method is safe in a signal handler."""
         with contextlib.suppress(OSError):
             os.write(self._poke_write, b"!")
 
@@ -160,7 +160,7 @@ class Link:
         self._client.socket.close()
 
     def close_in_forked_child(self) -> None:
-        """Close the descriptors that a forked child has inherited. Called in the child.
+        """Close the descriptors that a forked child has inherited. This method is called in the child.
 
         The parent's connection stays open.
         """

@@ -109,7 +109,7 @@ class LinkThread:
     # ---- work in the link thread ---------------------------------------------------------------------------------
 
     def poked(self) -> float:
-        """Check all timers. Called at every poke and at least once a second.
+        """Check all timers. This method is called at every poke and at least once a second.
 
         Return the seconds until the next check.
         """

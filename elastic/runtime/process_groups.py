@@ -128,7 +128,7 @@ class Groups:
     def open(self, world: messages.World, broken: Callable[[str], None]) -> None:
         """Open the rendezvous store of a new world.
 
-        Rank 0 starts to serve it immediately, because other ranks may connect as soon as they know the world.
+        Rank 0 starts to serve it immediately, because other ranks may connect as soon as they have received the world.
 
         Args:
             world: the new world.
@@ -210,7 +210,7 @@ class Groups:
                 threading.Thread(target=engine.reach, name="elastic-reach", daemon=True).start()
 
     def form_ahead(self, key: GroupKey, generation: int, place: Place) -> None:
-        """Start a thread that takes part in creating this group. Does not wait."""
+        """Start a thread that takes part in creating this group. This method does not wait."""
         threads.begin("elastic-ahead", self._form_ahead, key, generation, place)
 
     def _form_ahead(self, key: GroupKey, generation: int, place: Place) -> None:
@@ -238,7 +238,7 @@ class Groups:
     def unsettled(self) -> list[DeviceCollectives]:
         """Return the GPU groups with unsettled collectives.
 
-        Only GPU streams wait for an unsettled collective, so the host does not know its outcome yet.
+        Only GPU streams wait for an unsettled collective, so the host has not checked its outcome yet.
         """
         return [group for group in _on_gpus(self._made).values() if group.unsettled]
 
@@ -261,7 +261,7 @@ class Groups:
     def wanted(self, key: GroupKey, generation: int, place: Place) -> bool:
         """Return whether this group exists, or whether other ranks are waiting for this rank to create it.
 
-        Sends one message to rank 0.
+        This method sends one message to rank 0.
         """
         if self.find(key) is not None:
             return True
@@ -283,7 +283,10 @@ class Groups:
             self._store.announce(_meeting(key, place), place.rank)
 
     def form_when_wanted(self, key: GroupKey, generation: int, place: Place) -> None:
-        """Start a thread that takes part in creating this group as soon as another rank requests it. Does not wait."""
+        """Start a thread that takes part in creating this group as soon as another rank requests it.
+
+        This method does not wait.
+        """
         store = self._store
 
         def listen() -> None:
@@ -296,7 +299,7 @@ class Groups:
             threading.Thread(target=listen, name="elastic-wanted", daemon=True).start()
 
     def engine(self, generation: int, place: Place, broken: Callable[[str], None]) -> Engine:
-        """Return the engine for named collectives. Creates it at the first call.
+        """Return the engine for named collectives. This method creates it at the first call.
 
         Raises:
             CollectiveFailed: the generation has ended.
@@ -377,7 +380,7 @@ class Groups:
             abortable.abort()
 
     def cut(self, generation: int) -> None:
-        """Abort all collectives of this generation. Thread-safe. Never blocks."""
+        """Abort all collectives of this generation. Thread-safe. This method never blocks."""
         for of, abortable in list(self._cuttable):
             if of == generation:
                 abortable.abort()
@@ -405,7 +408,7 @@ class Groups:
     def launches(self) -> list[messages.Launches]:
         """Return the numbers of collectives that each GPU group of this worker has launched, started and completed.
 
-        Does not wait. Called in the link thread.
+        This method does not wait. It is called in the link thread.
         """
         place, found = self._place, []
         for (purpose, _, members), group in _on_gpus(self._made).items():
@@ -420,7 +423,7 @@ class Groups:
     def followed_since(self) -> float | None:
         """Return the launch time of the oldest collective that only GPU streams wait for, or None.
 
-        Must always be called from the same thread.
+        This method must always be called from the same thread.
 
         No thread of this package waits for these collectives, so this method also fails the groups in which NCCL has
         detected an error or a timeout has expired.
@@ -431,7 +434,7 @@ class Groups:
     def _watch(self) -> None:
         """Call `followed_since` regularly.
 
-        Used if there is no link thread: the training thread may be waiting inside CUDA.
+        This method is used if there is no link thread: the training thread may be waiting inside CUDA.
         """
         while not self._closing.wait(_WATCH_S):
             self.followed_since()
@@ -468,8 +471,8 @@ class Groups:
     def retire(self) -> None:
         """Close the groups of the previous world.
 
-        The work runs in a separate thread, so that it does not delay training. Called when the next world has formed:
-        from then on, no member's GPU uses another member's memory.
+        The work runs in a separate thread, so that it does not delay training. This method is called when the next
+        world has formed: from then on, no member's GPU uses another member's memory.
         """
         with self._forming:
             made = dict(self._made)
@@ -536,7 +539,7 @@ class Groups:
         return (engine is None or engine.rest(timeout_s)) and threads.finish(timeout_s)
 
     def close_in_forked_child(self) -> None:
-        """Close the sockets that a forked child has inherited. Called in the child."""
+        """Close the sockets that a forked child has inherited. This method is called in the child."""
         if self._listener is not None:
             self._listener.close()
         self._take_ahead(None)
@@ -588,7 +591,7 @@ def _named(purpose: str, members: tuple[int, ...], place: Place) -> str:
 
 
 def _is_agreed(purpose: str) -> bool:
-    """Return whether all ranks are known to make the same calls of the group named ``purpose``.
+    """Return whether all ranks make the same calls of the group named ``purpose``.
 
     This is the case for named collectives, which are negotiated, and for gradients, which follow a plan that all ranks
     have compared.

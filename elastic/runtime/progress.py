@@ -127,7 +127,9 @@ class ProgressCounter:
     def pace(
         self, now: float, generation: int, commit: messages.Commit | None = None
     ) -> list[messages.Message]:
-        """Return a report about the last `PACE_S` seconds. Empty if there was no progress or the world has changed.
+        """Return a report about the last `PACE_S` seconds.
+
+        The result is empty if there was no progress or the world has changed.
 
         Args:
             now: current time, in seconds.

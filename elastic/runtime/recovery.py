@@ -11,9 +11,10 @@ Two threads call the state machine, one at a time (the runtime holds a lock): th
 messages, and the training thread with the events of user code. It never raises an exception itself. It returns what the
 training thread must raise at its next check, collective or step.
 
-Safepoints are numbered from the start of each world. A planned change is agreed without a collective: the driver asks
-all workers for their number c, and each holds its training thread at safepoint c + 1. The driver answers with the
-largest c + 1. Workers that have not reached that safepoint continue up to it, so that all stop at the same place.
+Safepoints are numbered from the start of each world. A planned change is agreed without a collective: each worker
+reports its number c at the driver's request, and holds its training thread at safepoint c + 1. The driver sends the
+largest c + 1 to all workers. Workers that have not reached that safepoint continue up to it, so that all stop at the
+same place.
 
 A connection may be lost and replaced, and messages sent in the meantime are lost. On the new connection, this state
 machine reports its phase and repeats its unanswered messages, and the driver repeats the messages that still apply.
@@ -247,7 +248,7 @@ class Recovery:
         return bool(self.ending.leaving)
 
     def ask_to_leave(self, reason: str) -> list[Action]:
-        """Request to leave at the next commit. Called after SIGTERM."""
+        """Request to leave at the next commit. This method is called after SIGTERM."""
         if self.phase is Phase.OVER:
             return []
         self.ending.leaves(reason)
@@ -371,7 +372,7 @@ class Recovery:
         return self.newest
 
     def committed_alone(self) -> None:
-        """Assign a number to a commit that only this worker holds, because user code has left the world.
+        """Assign a number to a commit that only this worker holds, because user code has requested a new world.
 
         Its number makes it newer than all agreed commits. If several workers have such a commit, that of the lowest
         rank is used, and all workers receive a copy of it.
@@ -420,7 +421,7 @@ class Recovery:
     def verdict(self) -> Verdict:
         """Return what the training thread must do at the current safepoint.
 
-        Called again after each wake-up of a waiting thread.
+        This method is called again after each wake-up of a waiting thread.
         """
         if self.phase is Phase.OVER:
             return Verdict.OVER
@@ -436,7 +437,7 @@ class Recovery:
     def release(self) -> None:
         """Let the training thread continue, because the driver did not answer in time.
 
-        From then on, this worker can't stop together with the others for this change.
+        From then on, this worker cannot stop at the same safepoint as the other workers for this change.
         """
         self._hold_at = self._stop_at = None
         self._passed = self._change

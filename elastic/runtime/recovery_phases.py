@@ -27,7 +27,7 @@ class Phases:
             self._ms.pop("formed", None)
 
     def raised(self, now: float) -> None:
-        """Start a report. Called when the training thread has returned to ``elastic.run``."""
+        """Start a report. This method is called when the training thread has returned to ``elastic.run``."""
         self.mark("raised", now)
         self._ms = {"raised": self._between("broken", "raised")}
 

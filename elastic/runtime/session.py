@@ -143,7 +143,7 @@ class Session:
     def send(self, message: Message) -> None:
         """Send a message to the driver. Messages of one thread arrive in the order of its calls.
 
-        Does nothing without a driver. Never raises.
+        This method does nothing without a driver. It never raises.
         """
         if self._link is None:
             return
@@ -153,7 +153,7 @@ class Session:
             self.driver_lost(str(error))
 
     def poke(self) -> None:
-        """Wake the link thread, if it exists. Safe in a signal handler."""
+        """Wake the link thread, if it exists. This method is safe in a signal handler."""
         if self._link is not None:
             self._link.poke()
 
@@ -162,7 +162,7 @@ class Session:
         self._when_lost = callback
 
     def driver_lost(self, reason: str) -> None:
-        """Handle the loss of the connection to the driver. Thread-safe. Never raises."""
+        """Handle the loss of the connection to the driver. Thread-safe. This method never raises."""
         slept_s = self.pulse.slept_s(time.monotonic())
         if slept_s:
             why = f"it did not run for {slept_s:.0f} s, and the other workers continued without it"
@@ -188,7 +188,7 @@ class Session:
     def mark_broken(self, generation: int, reason: str, calls: tuple[Called, ...] = ()) -> None:
         """Report that a collective of this generation has failed.
 
-        Aborts all other collectives, and notifies the driver. Thread-safe. Never raises.
+        This method aborts all other collectives, and notifies the driver. Thread-safe. This method never raises.
 
         Args:
             generation: generation of the collective.
@@ -255,8 +255,8 @@ class Session:
         """Raise the error with which this process leaves the job.
 
         Raises:
-            LeaveRequested: the worker was asked to leave, and is inside elastic.run.
-            SystemExit: the worker was asked to leave, and is outside elastic.run.
+            LeaveRequested: the worker received a request to leave, and is inside elastic.run.
+            SystemExit: the worker received a request to leave, and is outside elastic.run.
             StateMismatch: the driver has rejected the worker's state.
             WorkerOrphaned, JobOver: the worker was orphaned, or the job has ended.
         """
@@ -286,7 +286,7 @@ class Session:
     def pause(self) -> None:
         """Leave the world in ``shutdown()``.
 
-        Keeps groups until the next world or the exit, because peers may still use them.
+        This method keeps groups until the next world or the exit, because peers may still use them.
         """
         self.groups.leave()
         self.account.begin("idle", time.monotonic())

@@ -83,7 +83,7 @@ class Training:
             account.begin("idle", time.monotonic())
 
     def returned(self) -> None:
-        """Report that the training function has returned, and wait until it has on all other workers.
+        """Report that the training function has returned, and wait until it has returned on all other workers.
 
         Raises:
             PeerLost: a worker was lost before it returned.

@@ -166,8 +166,8 @@ class WorkerRuntime:
     ) -> StoreExchange:
         """Start to exchange a few bytes with all ranks of the world, in the background. Collective.
 
-        The exchange takes fewer round trips than the first negotiated collective of a world. Must not be called in a
-        world of one rank.
+        The exchange takes fewer round trips than the first negotiated collective of a world. This method must not be
+        called in a world of one rank.
 
         Args:
             key: name of the exchange, which ranks may use again once the exchange is complete.
@@ -179,8 +179,8 @@ class WorkerRuntime:
     def form_ahead(self, purpose: str, ranks: tuple[int, ...], generation: int) -> None:
         """Start to connect the CPU group of these ranks in the background, if the world spans several hosts.
 
-        Must be called on all of these ranks, and the group must be used in this world. No effect if ``generation``
-        has ended. Thread-safe.
+        This method must be called on all of these ranks, and the group must be used in this world. It has no effect if
+        ``generation`` has ended, and is thread-safe.
         """
         self._groups.form_ahead(purpose, ranks, generation)
 
@@ -223,7 +223,7 @@ class WorkerRuntime:
     def mark_broken(self, generation: int, reason: str) -> None:
         """Report that a collective of this generation has failed.
 
-        Aborts all other collectives, and notifies the driver. Thread-safe. Never raises.
+        This method aborts all other collectives, and notifies the driver. Thread-safe. This method never raises.
         """
         self.session.mark_broken(generation, reason)
 
@@ -243,7 +243,9 @@ class WorkerRuntime:
         absent: Sequence[str],
         waited_s: float,
     ) -> None:
-        """Report a merge of `elastic.DiLoCo`. Limited to one report a second, unless the set of absent islands changes.
+        """Report a merge of `elastic.DiLoCo`.
+
+        This method is limited to one report a second, unless the set of absent islands changes.
 
         Args:
             merges: number of merges so far in the job.
@@ -289,15 +291,16 @@ class WorkerRuntime:
     def pause(self) -> None:
         """Leave the world in ``shutdown()``.
 
-        Keeps groups until the next world or the exit, because peers may still use them.
+        This method keeps groups until the next world or the exit, because peers may still use them.
         """
         self.session.pause()
 
     def close(self) -> None:
         """Prepare the runtime for the exit of the process, during which user code may still run for some time.
 
-        The link and the sockets stay open until the process ends. Without its sockets, peers would report a failure
-        before this worker's exit code, its cause, is known. Without its link, the worker would count as lost.
+        The link and the sockets stay open until the process ends. If the sockets were closed, peers would report a
+        failure before the driver has received this worker's exit code. If the link were closed, the worker would count
+        as lost.
         """
         self.tracing.close()
         self.session.send(self.link_thread.time_spent())
@@ -308,7 +311,10 @@ class WorkerRuntime:
         self.session.groups.close()
 
     def close_in_forked_child(self) -> None:
-        """Close the sockets that a forked child, such as a DataLoader worker, has inherited. Called in the child."""
+        """Close the sockets that a forked child, such as a DataLoader worker, has inherited.
+
+        This method is called in the child.
+        """
         if self._link is not None:
             self._link.close_in_forked_child()
         self.session.groups.close_in_forked_child()

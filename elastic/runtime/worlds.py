@@ -43,7 +43,7 @@ class DriverWorlds:
         shards: messages.ShardsHeld | None = None,
         kept: Sequence[messages.KeptCommit] = (),
     ) -> messages.World:
-        """Report that this worker is ready, and wait for a world. Called under ``elastic.run``.
+        """Report that this worker is ready, and wait for a world. This method is called under ``elastic.run``.
 
         Args:
             layout: digest of the state's layout.
@@ -62,7 +62,7 @@ class DriverWorlds:
     def restate(self) -> None:
         """Send the layout and the step input again, to another driver or on another connection.
 
-        Called in the link thread.
+        This method is called in the link thread.
         """
         for message in (self._layout, self._step_input):
             if message is not None:

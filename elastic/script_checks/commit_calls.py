@@ -119,5 +119,8 @@ def _constant(test: ast.expr, loop: Loop) -> bool:
 
 
 def name_of(node: ast.AST) -> str:
-    """Return the last name or attribute of an expression, such as ``c`` for ``a.b.c``. Empty for other expressions."""
+    """Return the last name or attribute of an expression, such as ``c`` for ``a.b.c``.
+
+    The result is empty for other expressions.
+    """
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")

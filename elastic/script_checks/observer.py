@@ -95,7 +95,7 @@ class ScriptObserver:
             gc.collect()  # free objects that the script has dropped
 
     def begin(self) -> None:
-        """Start observing. Called before the training function is called, in each world."""
+        """Start observing. This method is called before the training function is called, in each world."""
         # A ZeroRedundancyOptimizer has a different inner optimizer in each world, so forget the observed ones.
         self._stepping.clear()
         if self._observes or self._windows > self._recovered:
@@ -123,7 +123,7 @@ class ScriptObserver:
                 self._report(replace(self._seen(STEPS), loaders=()))
 
     def end(self) -> None:
-        """Stop observing. Called when the training ends."""
+        """Stop observing. This method is called when the training ends."""
         self._forget()
         if self._handle is not None:
             self._handle.remove()
@@ -292,9 +292,9 @@ class ScriptObserver:
 def observing(
     rt: WorkerRuntime, state: State, function: Callable[..., Any]
 ) -> Iterator[ScriptObserver | None]:
-    """Context manager that observes one training. Yields the observer, or None if nothing is checked.
+    """Context manager that observes one training. Yields the observer, or None if the checks are disabled.
 
-    Nothing is checked in static jobs, in training functions of this package, and with ``ELASTIC_CHECKS=off``.
+    The checks are disabled in static jobs, in training functions of this package, and with ``ELASTIC_CHECKS=off``.
     """
     ours = function.__module__.partition(".")[0] in OURS
     if not rt.env.checks or not rt.elastic or ours:
@@ -388,9 +388,9 @@ def _kept(sampler: object) -> list[str]:
 
 
 def _follows(sampler: object) -> bool:
-    """Return whether a sampler follows the world.
+    """Return whether a sampler is updated when the world changes.
 
-    All samplers of torch do. Others do if they behave like torch's DistributedSampler.
+    All samplers of torch are updated. Other samplers are updated if they behave like torch's DistributedSampler.
     """
     own = type(sampler).__module__.startswith("torch.utils.data")
     return own or following_samplers.follows(sampler)

@@ -3,8 +3,8 @@
 Pure: no I/O, no clock.
 
 The check covers the loops in the training function, and in functions of the script that receive the state outside of
-any loop that the state may control. In case of doubt, for example if anything in a loop depends on the state, the loop
-is not reported.
+any loop that the state may control. A loop is reported only if it certainly restarts. For example, a loop is not
+reported if any part of it depends on the state.
 """
 
 from __future__ import annotations

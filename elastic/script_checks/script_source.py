@@ -53,7 +53,7 @@ class Sources:
     def of(self, code: CodeType) -> ast.FunctionDef | None:
         """Return a function's syntax tree, or None if its file is unreadable or differs from the running code.
 
-        The code itself is compared, because a modification time does not tell whether a script was edited before or
+        The code itself is compared, because a modification time does not show whether a script was edited before or
         after Python read it.
         """
         tree, compiled = self._file(code.co_filename)

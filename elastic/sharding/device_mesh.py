@@ -23,10 +23,10 @@ class MeshShape(NamedTuple):
 def mesh_shape(size: int, least: int) -> MeshShape:
     """Return the mesh shape with the most replicas that uses all ranks and has at least ``least`` shards.
 
-    With a prime number of ranks there is a single replica, unless ``least`` is 1.
+    With a prime number of ranks, the mesh has a single replica, unless ``least`` is 1.
 
     Raises:
-        Invalid: there are fewer than ``least`` ranks.
+        Invalid: the world has fewer than ``least`` ranks.
     """
     for shards in range(max(1, least), size + 1):
         if size % shards == 0:

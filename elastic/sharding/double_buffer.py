@@ -86,7 +86,10 @@ class DoubleBuffer:
         self.newest_sealed = record.commit if record.commit.generation else None
 
     def discard(self) -> None:
-        """Discard the commit in progress, because its copy is invalid on some rank. Must be called on all ranks."""
+        """Discard the commit in progress, because its copy is invalid on some rank.
+
+        This method must be called on all ranks.
+        """
         assert self.writing is not None, "no commit was begun"
         self.banks[self.writing], self.writing = None, None
 

@@ -20,7 +20,10 @@ from elastic.sharding import operator_decisions, tested_torch
 
 
 def sharded_states(model: nn.Module) -> list[Any]:
-    """Return the FSDP2 states of a model's modules, each once. Empty if ``fully_shard`` was not applied."""
+    """Return the FSDP2 states of a model's modules, each once.
+
+    The result is empty if ``fully_shard`` was not applied.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     if fsdp is None:
         return []
@@ -310,7 +313,7 @@ def as_sharded(local: torch.Tensor, like: torch.Tensor, present: Any) -> Any:
 
 
 def by_rows(tensor: Any) -> bool:
-    """Return whether a DTensor is sharded along dimension 0 by one mesh dimension, and replicated by the others."""
+    """Return whether one mesh dimension shards a DTensor along dimension 0, and the other dimensions replicate it."""
     from torch.distributed.tensor import Shard
 
     *replicated, sharded = tensor.placements

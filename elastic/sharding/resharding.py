@@ -18,7 +18,7 @@ from elastic.sharding.shard_inventory import WholeCommit
 class ReshardingMove(NamedTuple):
     """Move of rows of a tensor from a shard on rank ``source`` to rank ``target``.
 
-    If both are the same rank, nothing is sent.
+    If both are the same rank, no data is sent.
     """
 
     tensor: int  # index of the tensor in the layout

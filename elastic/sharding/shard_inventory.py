@@ -99,7 +99,10 @@ def newest_whole(inventories: Sequence[Inventory]) -> WholeCommit | None:
 
 
 def lost_shards(inventories: Sequence[Inventory]) -> list[LostShard]:
-    """Return the shards of the newest commit that no rank holds. Called if `newest_whole` returns None."""
+    """Return the shards of the newest commit that no rank holds.
+
+    This function is called if `newest_whole` returns None.
+    """
     for commit in _commits(inventories):
         held = [each for inventory in inventories for each in inventory if each.commit == commit]
         hosts = max((each.hosts for each in held), key=len)

@@ -28,7 +28,7 @@ def as_held(inventory: Inventory, copies: int, sealed: CommitId | None) -> Shard
     Args:
         inventory: shards that the rank holds.
         copies: number of copies of each shard on other hosts, as configured in the state.
-        sealed: newest commit that the rank knows to be sealed.
+        sealed: newest commit whose seal the rank has recorded.
     """
     by_commit: dict[CommitId, list[HeldShard]] = defaultdict(list)
     for each in inventory:

@@ -103,12 +103,17 @@ def any_fully_sharded() -> bool:
 
 
 def enter_world() -> None:
-    """Record the objects outside the state that belong to an earlier world. Called when a new world begins."""
+    """Record the objects outside the state that belong to an earlier world.
+
+    This function is called when a new world begins.
+    """
     _stale.update([*_unfollowed(), *_pipeline_stages()])
 
 
 def check_world() -> None:
-    """Check for sharded models of an earlier world, and for pipeline stages in the state. Called before an update.
+    """Check for sharded models of an earlier world, and for pipeline stages in the state.
+
+    This function is called before an update.
 
     Raises:
         NotElastic: a sharded model or a pipeline stage was created in an earlier world, or the state has the module of

@@ -16,7 +16,7 @@ from elastic.sharding.partition import Partition
 
 
 def is_zero(optimizer: object) -> bool:
-    """Return whether the optimizer is a ZeroRedundancyOptimizer. Does not import that class's module."""
+    """Return whether the optimizer is a ZeroRedundancyOptimizer. This function does not import that class's module."""
     known = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     kind = getattr(known, "ZeroRedundancyOptimizer", None)
     return isinstance(kind, type) and isinstance(optimizer, kind)
@@ -39,7 +39,7 @@ def partition_of(zero: Any) -> Partition:
 
 
 def obstacle(zero: Any) -> str | None:
-    """Return the reason why this optimizer cannot follow a change of the world, or None if it can."""
+    """Return the reason why this optimizer cannot be used in another world, or None if it can."""
     if why := tested_torch.untested("is a ZeroRedundancyOptimizer"):
         return why
     if zero._overlap_with_ddp:
@@ -66,7 +66,9 @@ def steps_shard(zero: Any, partition: Partition, shard: int, shards: int) -> boo
 
 
 def repartition(zero: Any, order: Sequence[int], rank: int) -> None:
-    """Divide the parameters among the ranks of another world, in place. Discards the entries of the optimizer's state.
+    """Divide the parameters among the ranks of another world, in place.
+
+    This function discards the entries of the optimizer's state.
 
     Args:
         zero: optimizer to repartition.

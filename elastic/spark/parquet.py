@@ -1,4 +1,7 @@
-"""Reader of an estimator's Parquet data in the workers, one row group at a time. Imports pyarrow at first use."""
+"""Reader of an estimator's Parquet data in the workers, one row group at a time.
+
+This module imports pyarrow at first use.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ class RowGroup:
 
 
 def found(url: str, options: Mapping[str, Any], columns: Sequence[str]) -> ParquetData:
-    """Return the dataset at a URL. Reads its row groups from the footers of the files.
+    """Return the dataset at a URL. This function reads its row groups from the footers of the files.
 
     Raises Invalid if the dataset has no rows or lacks a column.
     """

@@ -56,20 +56,30 @@ def run(
 ) -> list[Any]:
     """Run ``fn(*args, **kwargs)`` on workers in tasks of the active SparkContext, and return the results by rank.
 
-    ``num_proc`` workers (default: spark.default.parallelism) run in a barrier stage, and the first failure ends the
-    job. ``min_num_proc`` or ``max_num_proc`` make the job elastic and run it in ordinary tasks instead of a barrier
-    stage. An elastic job begins with ``num_proc`` workers, or with fewer once no more executors join. It continues with
-    as few as ``min_num_proc`` workers when executors are lost, and grows to ``max_num_proc``. Further options are those
-    of `elastic.ray.run`, with times in seconds.
+    By default, the job has a fixed size: its workers run in a barrier stage, and the first failure ends the job.
+    ``min_num_proc`` or ``max_num_proc`` make the job elastic and run it in ordinary tasks. An elastic job begins with
+    ``num_proc`` workers, or with fewer once no more executors join.
 
-    ``env`` is added to the workers' environment. ``stdout``, ``stderr``: text streams that receive the workers' output.
-    ``executable``: the workers' Python (default: that of Spark's tasks). ``prefix_timestamps``: prefix each line of
-    their output with the time. ``spark_start_timeout``: seconds for Spark to start the tasks. ``on_report`` is called
-    in this process with each `elastic.report` of a worker, and blocks the driver until it returns.
+    Args:
+        fn: function that each worker calls, pickled with cloudpickle.
+        args, kwargs: arguments of ``fn``.
+        num_proc: number of workers (default: spark.default.parallelism).
+        min_num_proc: number of workers with which an elastic job continues when executors are lost.
+        max_num_proc: number of workers to which an elastic job grows.
+        spark_start_timeout: seconds for Spark to start the tasks.
+        env: variables that are added to the workers' environment.
+        stdout, stderr: text streams that receive the workers' output.
+        executable: the workers' Python (default: that of Spark's tasks).
+        prefix_timestamps: whether to prefix each line of the workers' output with the time.
+        on_report: called in this process with each `elastic.report` of a worker. It blocks the driver until it returns.
+        **options: options of `elastic.ray.run`, with times in seconds.
+
+    Returns:
+        The return values of ``fn``, by rank.
 
     Raises:
-        Invalid: (a ValueError) an argument is invalid, there is no SparkContext, or Spark has fewer slots than workers.
-            Raised before anything is started.
+        Invalid: (a ValueError) an argument is invalid, no SparkContext is active, or Spark has fewer slots than
+            workers. Raised before any process is started.
         JobFailed: the job failed.
     """
     flags = words_of(RAY, options)

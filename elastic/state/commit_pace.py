@@ -27,7 +27,10 @@ class CommitPace:
         self._trained_s, self._calls = 0.0, 0
 
     def of_world(self, rt: WorkerRuntime) -> CommitPace | None:
-        """Return this object in a job with ``--commit-budget``, and None in other jobs. Resets it in each new world."""
+        """Return this object in a job with ``--commit-budget``, and None in other jobs.
+
+        This method resets it in each new world.
+        """
         if not rt.env.commit_budget or not rt.elastic:
             return None
         if self._budget is None or self._generation != rt.generation:

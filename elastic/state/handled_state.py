@@ -235,8 +235,8 @@ class HandledState(_OfThisProcess, ObjectState):
         """Check that a sharded state's models still have the same parameters, and its optimizers train only these.
 
         Raises:
-            NotElastic: the parameters of a fully sharded model have changed, or an optimizer in the state trains
-                others.
+            NotElastic: the parameters of a fully sharded model have changed, or an optimizer in the state trains other
+                parameters.
             Invalid: a sharded optimizer trains a parameter that does not belong to any model.
         """
         for model in self._of_kind(FullyShardedHandler):
@@ -618,7 +618,9 @@ class HandledState(_OfThisProcess, ObjectState):
         group_on: GroupOn | None = None,
         keeps: bool = False,
     ) -> int:
-        """Send the live state of rank ``root`` to the other ranks, which receive it in place. Does not save the state.
+        """Send the live state of rank ``root`` to the other ranks, which receive it in place.
+
+        This method does not save the state.
 
         Args:
             group: CPU group of the ranks.
@@ -632,8 +634,8 @@ class HandledState(_OfThisProcess, ObjectState):
             The number of bytes copied.
 
         Raises:
-            StateMismatch: the layout or a schedule of this receiver differs from the sender's. Raised after everything
-                was received.
+            StateMismatch: the layout or a schedule of this receiver differs from the sender's. Raised after the whole
+                state was received.
         """
         moved, values = state_transfer.transfer(
             group, root, self._parts(), self._values(), self.layout(), group_on, keeps=keeps

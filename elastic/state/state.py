@@ -1,8 +1,8 @@
 """State of a training function: values that are committed, restored, and sent to workers that lack them.
 
 `State` is the interface that scripts may subclass, `ObjectState` holds Python values. `torch_state` adds models and
-optimizers. Works without ``init()`` and without a driver, as in a world of size 1. This module never communicates with
-the driver.
+optimizers. This module works without ``init()`` and without a driver, as in a world of size 1. This module never
+communicates with the driver.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Handle a change of the world. Called before the callbacks of `register_reset_callbacks`."""
+        """Handle a change of the world. This method is called before the callbacks of `register_reset_callbacks`."""
 
     # ---- interface for the run loop --------------------------------------------------------------
 

@@ -14,19 +14,27 @@ class TorchState(HandledState):
     """State of a script that trains with torch: models, optimizers and other values, given by keyword.
 
     Models, optimizers, schedulers, gradient scalers, samplers and loaders have handlers. All other values are
-    copied. Assigning a handled name, as in ``state.model = other``, handles and saves the new value. ``rng=True``
-    also commits and restores this worker's random generators (torch, CUDA, numpy, random), which are never sent to
-    other workers.
+    copied. If the script assigns another object to such an attribute, as in ``state.model = other``, the state
+    handles the new object and saves it.
 
-    A model with ``fully_shard`` applied is committed by shards: every rank keeps its own shard, and ``copies`` other
-    ranks, if possible on other hosts, keep a copy. Up to ``copies`` ranks can then fail at the same time, and
-    ``commit`` is a collective. ``least_shards`` is the smallest number of shards that memory allows; with it, each
-    world has as many replicas of the model as its ranks allow (HSDP). See docs/sharded.md.
+    A model with ``fully_shard`` applied is committed by shards, and ``commit`` is then a collective. Every rank keeps
+    its own shard, and other ranks keep copies of it. See docs/sharded.md.
 
     ``save`` copies changed values into host buffers that are allocated once. ``restore`` restores the committed bits
-    exactly and in place, drops optimizer entries created after the commit, and clears gradients. The training mode of
-    modules is also committed: if you commit after ``model.eval()``, call ``model.train()`` before each step that may
-    follow a restore.
+    exactly and in place, removes optimizer entries that were created after the commit, and clears gradients. The
+    training mode of modules is also committed: if you commit after ``model.eval()``, call ``model.train()`` before
+    each step that may follow a restore.
+
+    Args:
+        model, optimizer: a ``torch.nn.Module`` and a ``torch.optim.Optimizer``, under the names that Horovod uses.
+        rng: whether to commit and restore this worker's random generators (torch, CUDA, numpy, random). They are never
+            sent to other workers.
+        copies: number of other ranks, if possible on other hosts, that keep a copy of each shard of a fully sharded
+            model. Up to ``copies`` ranks can then fail at the same time.
+        least_shards: smallest number of shards of a fully sharded model that fits into memory. Each world then has as
+            many replicas of the model as its number of ranks allows (HSDP). Default: each rank has its own shard,
+            unless the model has a (replicate, shard) mesh.
+        **kwargs: other models, optimizers and values, available as attributes of the state.
 
     Raises:
         Invalid: a value cannot be copied, or looks like a misspelled option.

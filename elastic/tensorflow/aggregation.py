@@ -1,6 +1,6 @@
 """Local aggregation of the gradients of several backward passes, so that they are reduced once.
 
-Works eagerly, in a ``tf.function``, and in a graph of TensorFlow 1.
+This module works eagerly, in a ``tf.function``, and in a graph of TensorFlow 1.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def named(kind: str, name: str | None) -> str | None:
 
 
 def original(error: tf.errors.OpError) -> BaseException | None:
-    """Return the error of a collective that TensorFlow reported as ``error``, or None if there was none."""
+    """Return the error of a collective that TensorFlow reported as ``error``, or None for any other error."""
     message = str(error)
     for number in reversed(_raised):
         if _mark(number) in message:

@@ -42,7 +42,10 @@ def frames_of(error: BaseException) -> None:
 
 
 def destroy(found: list[Any]) -> None:
-    """Destroy these objects in another thread. Empties the list. The caller must not keep other references."""
+    """Destroy these objects in another thread. This function empties the list.
+
+    The caller must not keep other references.
+    """
     global _thread
     with _lock:
         if _thread is None:

@@ -1,9 +1,9 @@
 """Collectives for TensorFlow with Horovod's names, signatures and defaults; `elastic.negotiation` implements them.
 
 All functions take tensors, variables or values that can be converted to a tensor. They run eagerly and inside
-``tf.function``, and have gradients. Reductions support (u)int8, int16, int32, int64, float16, bfloat16, float32
-and float64. Functions that only move data also support bool and complex dtypes. Shapes and dtypes must be the
-same on all ranks unless a function says otherwise.
+``tf.function``, and have gradients. Reductions support (u)int8, int16, int32, int64, float16, bfloat16, float32 and
+float64. Functions that only move data also support bool and complex dtypes. Shapes and dtypes must be the same on all
+ranks, unless the description of a function states otherwise.
 
 These arguments are common to all functions:
 
@@ -305,7 +305,7 @@ def broadcast_(
 ) -> list[tf.Variable]:
     """Overwrite variables with those of rank ``root_rank`` of the world, and return the variables.
 
-    Not differentiable.
+    The result is not differentiable.
     """
     broadcast_variables(variables, root_rank, process_set)
     return list(variables)

@@ -1,9 +1,10 @@
 """Override that provides this backend and this worker's rank to scripts that request Gloo, NCCL or the default.
 
-Used for workers that elasticrun has started: see `elastic.torch_autoload`. The module replaces the two functions of
-torch.distributed that create all process groups: the one that determines rank, size and store for ``env://``, and the
-one that creates a process group for a backend name. ``get_backend()`` still returns what the script requested. A third
-function, ``broadcast_object_list``, leaves the list unchanged on a worker that has not joined a world yet.
+This module is used for workers that elasticrun has started: see `elastic.torch_autoload`. The module replaces the two
+functions of torch.distributed that create all process groups: the one that determines rank, size and store for
+``env://``, and the one that creates a process group for a backend name. ``get_backend()`` still returns what the script
+requested. A third function, ``broadcast_object_list``, leaves the list unchanged on a worker that has not joined a
+world yet.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _of_this_world(size: int, rank: int, ranks: Any, store: Any) -> bool:
 def broadcast_object_list(object_list: list[Any], *args: Any, **options: Any) -> None:
     """Replacement of torch's function that does nothing on a worker that has not joined a world.
 
-    Torch's own function would receive a size of zero there. See `mirror`.
+    On such a worker, torch's own function would receive a size of zero. See `mirror`.
     """
     rt = lifecycle.active()
     if rt is None or not rt.provisional:

@@ -240,7 +240,7 @@ def _allreduce(group: Collectives, tensor: torch.Tensor, reduction: Reduction) -
 def _allreduce_sparse(
     group: Collectives, tensor: torch.Tensor, reduction: Reduction
 ) -> CollectiveCall:
-    """Reduce a sparse tensor. Blocks, since message sizes depend on the other ranks' tensors."""
+    """Reduce a sparse tensor. This function blocks, since message sizes depend on the other ranks' tensors."""
     if reduction.op is not Op.SUM or tensor.layout is not torch.sparse_coo:
         raise TypeError(
             "only sparse COO tensors can be reduced, and only with SUM or AVG: convert other tensors with to_dense()"

@@ -1,7 +1,7 @@
 """Detection of ``DistributedDataParallel`` models whose reducers belong to an earlier world.
 
 A state rebuilds the reducers of its models in each world. Another model's reducer keeps the gradient counts and buckets
-of the world in which it was built, so a rank that has just joined would disagree with the others.
+of the world in which it was built, so a rank that has just joined would disagree with the other ranks.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _TorchProcessGroup: Any = distributed.ProcessGroup
 
 
 class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
-    """Process group that follows the worlds of an elastic job.
+    """Process group whose ranks and size change with the worlds of an elastic job.
 
     Args:
         store: torch's store.
@@ -154,7 +154,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
     def outlive(self) -> bool:
         """Invalidate the group if it was created before elastic.run for only some of the ranks.
 
-        Called when the world in which it was created has ended.
+        This method is called when the world in which it was created has ended.
 
         Returns:
             Whether the group is invalid from now on.
@@ -163,11 +163,11 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         return self._outlived
 
     def enter(self, rt: WorkerRuntime) -> None:
-        """Adopt the ranks of a new world. Called on all ranks in the same order."""
+        """Adopt the ranks of a new world. This method is called on all ranks in the same order."""
         self.messages.expect(rt)
 
     def settle(self, rt: WorkerRuntime) -> None:
-        """Wait for what `enter` exchanges with other ranks: nothing, unless a subclass does."""
+        """Complete the exchange with other ranks that `enter` has started. Only subclasses start one."""
 
     def generation(self) -> int:
         return lifecycle.current().generation
@@ -223,7 +223,7 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         """Return the runtime, for an exchange with other ranks.
 
         Raises:
-            Invalid: there is no other rank to exchange messages with.
+            Invalid: the world has no other rank.
         """
         rt = lifecycle.current()
         if rt.provisional or self.getSize() == 1:
@@ -259,8 +259,8 @@ def follow(rt: WorkerRuntime, *, first: bool) -> None:
 
     Args:
         rt: the runtime.
-        first: whether this worker enters elastic.run together with all others, in the world in which it created its
-            groups.
+        first: whether this worker enters elastic.run together with all other workers, in the world in which it created
+            its groups.
 
     Raises:
         NotElastic: a group of some of the ranks was created before elastic.run, and ranks have moved since. Raised on

@@ -1,7 +1,7 @@
 """Names of torch's process groups that are equal on all ranks of an elastic job.
 
 torch numbers groups per process and includes their count in the names of other groups. A worker that has just joined
-has created fewer groups than the others, but ranks connect by these names. A group created under ``elastic.run`` is
+has created fewer groups than other workers, but ranks connect by these names. A group created under ``elastic.run`` is
 therefore named by the generation and its number within it. Groups created before ``elastic.run`` keep torch's numbers,
 since every worker creates them once.
 """

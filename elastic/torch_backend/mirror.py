@@ -1,8 +1,8 @@
 """Collectives of a worker that has not joined a world, which behave as if all ranks had this worker's values.
 
 A worker builds its model, its DistributedDataParallel and its samplers before it joins, with a provisional rank and
-size. For this to succeed, the other ranks appear to have the same values. Nothing is sent, and everything created here
-is replaced when the worker joins.
+size. The collectives of this module use the values of this worker as the values of all ranks, and send no data. The
+groups of this module are replaced when the worker joins.
 """
 
 from __future__ import annotations

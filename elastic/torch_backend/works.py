@@ -68,7 +68,7 @@ class WorkOwner(Protocol):
         """Convert a rank of this group to a rank of the world."""
 
     def broke(self, error: CollectiveFailed, generation: int) -> None:
-        """Report a failed collective of a world, from a thread of this package. Never raises."""
+        """Report a failed collective of a world, from a thread of this package. This method never raises."""
 
     def settles(self) -> bool:
         """Return whether `Runtime.settle` is called before values are committed."""

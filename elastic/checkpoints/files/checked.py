@@ -118,7 +118,7 @@ class CheckedFile:
         return crc
 
     def complete(self) -> None:
-        """Write the remaining buffered bytes to the stream. Called after the last `write`."""
+        """Write the remaining buffered bytes to the stream. This method is called after the last `write`."""
         self._put_small()
 
     def stored(self) -> StoredFile:

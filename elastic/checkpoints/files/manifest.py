@@ -206,7 +206,7 @@ def decode_share(content: bytes) -> Share:
     """Decode the record of a rank's share.
 
     Raises:
-        UnreadableCommit: the record is damaged.
+        UnreadableCommit: the record is corrupted.
         NewerFormat: the record was written by a newer version.
     """
     _check_format(content, "the share")
@@ -220,7 +220,7 @@ def decode_manifest(content: bytes) -> Manifest:
     """Decode a manifest.
 
     Raises:
-        UnreadableCommit: the manifest is damaged.
+        UnreadableCommit: the manifest is corrupted.
         NewerFormat: the manifest was written by a newer version.
     """
     _check_format(content, MANIFEST)
@@ -265,7 +265,7 @@ def superfluous(
 
     Args:
         names: all commits.
-        whole: commits known to be complete.
+        whole: complete commits.
         keep: number of complete commits to keep.
         floor: smallest run number of this training. Commits of runs with smaller numbers are never removed.
     """

@@ -26,7 +26,7 @@ def read(
         into: tensor to fill, with one row for each wanted row, and with the dtype and row shape that are stored.
 
     Raises:
-        UnreadableCommit: a file is missing, truncated or damaged.
+        UnreadableCommit: a file is missing, truncated or corrupted.
         OSError: the storage failed.
     """
     if not into.numel():

@@ -194,7 +194,9 @@ class Storage:
             yield cast("IO[bytes]", _Stream(stream, self._errors))
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return the sizes in bytes of the files directly in a folder, by name. Empty if the folder does not exist.
+        """Return the sizes in bytes of the files directly in a folder, by name.
+
+        The result is empty if the folder does not exist.
 
         Raises:
             OSError: the storage failed.

@@ -54,10 +54,10 @@ def check_tensors(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def reduce_(group: Collectives, tensors: Sequence[torch.Tensor]) -> None:
-    """Replace each tensor by the Adasum of all ranks' tensors at its position. Blocks.
+    """Replace each tensor by the Adasum of all ranks' tensors at its position. This function blocks.
 
     Each tensor has its own dot products, summed in float64. Half precision is computed in float32 and rounded once, at
-    the end. The results are bitwise equal on all ranks. A zero vector adds nothing: Adasum(0, b) = b.
+    the end. The results are bitwise equal on all ranks. A zero vector does not change the result: Adasum(0, b) = b.
 
     Args:
         group: group of the ranks that take part.
@@ -65,8 +65,8 @@ def reduce_(group: Collectives, tensors: Sequence[torch.Tensor]) -> None:
             Number, shapes and dtypes are the same on every rank.
 
     Raises:
-        Unsupported: the number of ranks is not a power of two. Raised before anything is sent.
-        UnsupportedType: a dtype is unsupported. Raised before anything is sent.
+        Unsupported: the number of ranks is not a power of two. Raised before any tensor is sent.
+        UnsupportedType: a dtype is unsupported. Raised before any tensor is sent.
         CollectiveFailed: a rank was lost.
     """
     check(group.size)

@@ -1,7 +1,7 @@
 """Reductions over one group of ranks, with scaling, precision rules, and packing of small tensors.
 
 Each function that starts a reduction returns the works to wait for and a function that produces the result. The
-function checks its arguments before it sends anything.
+function checks its arguments before it sends a tensor.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _adasum(
     postscale: float,
     into: Into,
 ) -> Started:
-    """Compute Adasum in place. Blocks, because the steps depend on each other."""
+    """Compute Adasum in place. This function blocks, because the steps depend on each other."""
     adasum.check(group.size)
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     for copy in copies:

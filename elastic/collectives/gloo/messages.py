@@ -181,7 +181,7 @@ class ReceivedMessage:
         return True
 
     def meet(self) -> None:
-        """Wait for the header, then start to receive the body. Runs in a thread and never raises."""
+        """Wait for the header, then start to receive the body. This method runs in a thread and never raises."""
         assert self.headed is not None
         try:
             self._read_header()

@@ -46,7 +46,9 @@ def identities(own: Endpoint | None, peers: frozenset[Endpoint]) -> frozenset[in
 def cut(
     own: Endpoint | None, peers: frozenset[Endpoint], known: frozenset[int] | None = None
 ) -> int:
-    """Shut down every connection of the group with listener ``own``, and return their number. Never blocks.
+    """Shut down every connection of the group with listener ``own``, and return their number.
+
+    This function never blocks.
 
     The listener itself remains open: Gloo ends the process if ``accept`` fails (listener.cc throws in its own thread),
     and no thread of this process waits in it.

@@ -38,8 +38,8 @@ class CpuGroup:
     Args:
         timeout_s: timeout for connecting, in seconds.
         collective_timeout_s: timeout of each collective, in seconds.
-        apart: whether all ranks know that no two of them share a host, so that Gloo will be used. The ranks then
-            exchange Gloo's addresses immediately instead of in a second exchange.
+        apart: whether no two ranks share a host, so that Gloo will be used. Equal on all ranks. The ranks then exchange
+            Gloo's addresses immediately instead of in a second exchange.
         messages: whether the group is for messages, which use Gloo unless all ranks are on one host.
         agreed: whether the ranks agree on every call in advance. See `GlooCollectives`.
     """
@@ -111,7 +111,7 @@ class CpuGroup:
         return group
 
     def _introduce(self, store: Store, purpose: str, offer: MemoryOffer) -> list[RankInfo]:
-        """Publish this rank's row, and return the rows of all ranks after all ranks have published theirs.
+        """Publish this rank's row, and return the rows of all ranks once each rank has published its row.
 
         See `group_factory.meeting`.
         """
@@ -228,7 +228,7 @@ class CpuGroup:
             part.close()
 
     def abort(self) -> None:
-        """Abort the connection attempt or the connected groups. Never blocks."""
+        """Abort the connection attempt or the connected groups. This method never blocks."""
         self._aborted = True
         self._swapping.abort()
         for part in list(self._parts):

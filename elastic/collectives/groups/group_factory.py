@@ -107,7 +107,10 @@ class ConnectingGroup:
         return self._connect(self._store, self._purpose, self._bind_host)
 
     def abort(self) -> None:
-        """Abort the connection attempt, or the connected group. Thread-safe and idempotent. Never blocks."""
+        """Abort the connection attempt, or the connected group. Thread-safe and idempotent.
+
+        This method never blocks.
+        """
         self.group.abort()
 
     def close_in_forked_child(self) -> None:

@@ -1,7 +1,7 @@
 """Communication plan of collectives over several hosts with several ranks each. Pure: no I/O, no clock.
 
-A rank communicates through its host's memory and through the network between hosts. Every rank knows the number of its
-host and its index on that host. Some of the ranks, the carriers, send data between hosts:
+A rank communicates through its host's memory and through the network between hosts. Hosts are numbered, and each rank
+has an index on its host. Some of the ranks, the carriers, send data between hosts:
 
 - If all hosts have the same number of ranks, every rank is a carrier: the ranks with the same index form an *inter-node
   group*, with one rank of each host. All ranks of a host send at the same time, each its own share.
@@ -125,8 +125,8 @@ def chunks(count: int, element_bytes: int, chunk_bytes: int) -> list[tuple[int, 
 def schedule(number: int, ahead: int = AHEAD) -> Iterator[tuple[Turn, int]]:
     """Yield the turns of ``number`` chunks, in the order in which they are executed.
 
-    Some chunks are on the network while others are reduced and distributed. The order does not depend on timing, so all
-    ranks of a host start the same collectives in the same order.
+    Some chunks are on the network while other chunks are reduced and distributed. The order does not depend on timing,
+    so all ranks of a host start the same collectives in the same order.
     """
     for step in range(number + ahead):
         if step < number:

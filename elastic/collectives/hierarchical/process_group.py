@@ -3,8 +3,9 @@
 A large allreduce is split into chunks. The ranks of a host reduce a chunk in shared memory, so that each of them owns a
 reduced share of it. Each rank reduces its share with the ranks of the same index on the other hosts (an *inter-node
 group*), and the ranks of the host read each other's shares. Every byte crosses the network once per host instead of
-once per rank, all ranks of a host send in parallel, and some chunks are on the network while others are in memory. If
-hosts have different numbers of ranks, one rank per host, the leader, sends the data of all ranks of the host.
+once per rank, all ranks of a host send in parallel, and some chunks are on the network while other chunks are in
+memory. If hosts have different numbers of ranks, one rank per host, the leader, sends the data of all ranks of the
+host.
 
 No group contains all ranks: a rank belongs to the group of its host and to its inter-node group, so it needs one
 connection per other host instead of one per other rank. A lost rank is detected by the ranks of these two groups. Each

@@ -1,7 +1,7 @@
 """Steps of one rank in collectives over several hosts. Each call returns when its result is in place.
 
-Called by one thread at a time. All ranks of a host start the same collectives in the same order, as do all ranks of an
-inter-node group. See `plan` for the carriers.
+Only one thread at a time calls the methods of `Steps`. All ranks of a host start the same collectives in the same
+order, as do all ranks of an inter-node group. See `plan` for the carriers.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Steps:
     def alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
     ) -> None:
-        """Exchange rows. The carriers must know all row counts, so these are gathered first."""
+        """Exchange rows. The carriers need all row counts, so these are gathered first."""
         topology = self._topology
         own = torch.tensor(sent, dtype=torch.int64, device="cpu").view(torch.uint8)
         table = [row.view(torch.int64).tolist() for row in self.allgather(own)]
@@ -242,9 +242,9 @@ class Steps:
         output.copy_(torch.cat([parcels[sender, topology.rank] for sender in range(topology.size)]))
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this method. Takes two steps if every rank is a carrier.
+        """Wait until all ranks have called this method. This method takes two steps if every rank is a carrier.
 
-        After its inter-node barrier, a rank knows that all ranks of every host have arrived.
+        When a rank has passed its inter-node barrier, all ranks of every host have arrived.
         """
         host, wire = self._host, self._wire
         if not self._topology.even:

@@ -112,7 +112,7 @@ class Arena:
     def quarantine(self, tensor: torch.Tensor) -> bool:
         """Ensure that the region of the tensor is never reused.
 
-        Used if a peer that could not be stopped may still write to the region.
+        This method is used if a peer that could not be stopped may still write to the region.
 
         Returns:
             Whether the tensor is in this arena.

@@ -31,8 +31,8 @@ def add_up(sources: Sequence[torch.Tensor], into: torch.Tensor, divisor: int) ->
     The tensors have one shape and a dtype that `may` supports.
 
     Returns:
-        False if nothing was done: the tensors' layouts differ, or torch computes in several threads, which have more
-            memory bandwidth.
+        False if the sum was not computed: the tensors' layouts differ, or torch computes in several threads, which have
+            more memory bandwidth.
     """
     library = native_library.load()
     if library is None or torch.get_num_threads() > 1 or len(sources) > native_library.MAX_RANKS:

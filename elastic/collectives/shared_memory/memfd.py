@@ -95,7 +95,7 @@ def populate(address: int, size: int) -> None:
 def huge(address: int, size: int) -> None:
     """Request huge pages for untouched memory. Allocating and freeing them takes a tenth of the time of normal pages.
 
-    Has no effect if the kernel does not support huge pages.
+    This function has no effect if the kernel does not support huge pages.
     """
     begin = -(-address // PAGE) * PAGE
     if address + size > begin + PAGE:

@@ -1,8 +1,8 @@
 """Loader of the C++ library built from native/. The library file is next to this file; it is verified and loaded once.
 
-The library is optional, so nothing here raises. Without it, tensors use Gloo even within a host, which is slower. A
-truncated or partly overwritten file would crash the process when it is mapped or called, so the build appends the
-file's SHA-256, and a file with another checksum is not loaded.
+The library is optional, so no function of this module raises an exception. Without it, tensors use Gloo even within a
+host, which is slower. A truncated or partly overwritten file would crash the process when it is mapped or called, so
+the build appends the file's SHA-256, and a file with another checksum is not loaded.
 
 All functions release the GIL while they run. Pointers are passed as integers or as ctypes arrays.
 """
@@ -89,7 +89,10 @@ def load() -> Library | None:
 
 
 def missing() -> str:
-    """Return the reason why `load` returns None, with the remedy, in one line. Empty if the library can be used."""
+    """Return the reason why `load` returns None, with the remedy, in one line.
+
+    The result is empty if the library can be used.
+    """
     return _found()[1]
 
 

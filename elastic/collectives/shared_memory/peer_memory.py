@@ -1,8 +1,8 @@
 """Mappings of the memory of other processes on this host, and the identity of this process.
 
 A peer's memory is opened as /proc/PID/fd/N and used only if the process and the memory are the ones that the peer
-published, since a process ID or descriptor number may have been reused. An arena remains mapped while its process
-lives, so that a new generation need not touch all its pages again.
+published, since a process ID or descriptor number may have been reused. An arena remains mapped until its process
+exits, so that a new generation need not touch all its pages again.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def open_peer(owner: Identity, offered: Shareable, keep: bool = False) -> Mappin
     Args:
         owner: identity of the process.
         offered: the memory that the process offers.
-        keep: whether to keep the memory mapped while the process lives, even if it is unused.
+        keep: whether to keep the memory mapped until the process exits, even if it is unused.
 
     Raises:
         PeerMemoryUnavailable: the memory cannot be mapped.

@@ -1,7 +1,7 @@
 """Pool of flat tensors in the arena: the pages of freed tensors are reused.
 
-Used for results that are passed without a copy to another framework, which keeps them for an unknown time. Allocating
-new memory for each result would cost more than the reduction, since the kernel zeroes every new page.
+This module is used for results that are passed without a copy to another framework, which keeps them for an unknown
+time. Allocating new memory for each result would cost more than the reduction, since the kernel zeroes every new page.
 """
 
 from __future__ import annotations

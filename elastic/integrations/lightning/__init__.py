@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric in an elastic job. Importing it registers ``strategy="elastic"``."""
+"""Lightning's Trainer and Fabric in an elastic job. Importing this package registers ``strategy="elastic"``."""
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry

@@ -1,8 +1,7 @@
 """Loops of ``Trainer.fit`` under ``elastic.run``, which resume after an interruption by a change of the world.
 
-A commit is made between two batches: after a batch with an optimizer step, including its validation, and after
-everything that belongs to the end of an epoch. A committed loop is therefore either in the middle of an epoch or
-between two epochs.
+A commit is made between two batches: after a batch with an optimizer step, including its validation, and after all
+operations at the end of an epoch. A committed loop is therefore either in the middle of an epoch or between two epochs.
 """
 
 from __future__ import annotations

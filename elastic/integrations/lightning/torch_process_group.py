@@ -47,7 +47,7 @@ def refuse_shards(loader: Any) -> None:
 def join_process_group(timeout: timedelta | None) -> None:
     """Create the process group.
 
-    Idempotent. Contacts no other rank, because a new worker joins while other workers train.
+    Idempotent. This function contacts no other rank, because a new worker joins while other workers train.
     """
     if distributed.is_initialized():
         found = distributed.get_backend()

@@ -97,7 +97,7 @@ class GradientBucket(Protocol):
     def heard(self, op: Op) -> StepFlag:
         """Return the reduced step flag of a bucket that contains one. Call `finish` first.
 
-        Synchronizes with the device.
+        This method synchronizes with the device.
         """
 
     def finish(self) -> int | None:

@@ -61,7 +61,7 @@ class BackwardEndListener(Protocol):
         """
 
     def wait_after_backward(self) -> None:
-        """Wait for results. Called after `backward_ended` of all listeners of the pass has returned."""
+        """Wait for results. This method is called after `backward_ended` of all listeners of the pass has returned."""
 
 
 class _Pass:

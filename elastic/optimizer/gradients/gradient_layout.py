@@ -1,4 +1,4 @@
-"""Description of an optimizer's gradient reduction, as lines of text. Does not communicate.
+"""Description of an optimizer's gradient reduction, as lines of text. This module does not communicate.
 
 The lines are part of a state's layout, which the driver compares before a worker joins. A worker that would reduce
 differently is rejected with a message that shows the difference, and the world is not interrupted. ``requires_grad`` is

@@ -1,4 +1,4 @@
-"""Options of an optimizer's gradient reduction, and values derived from them. Does not communicate."""
+"""Options of an optimizer's gradient reduction, and values derived from them. This module does not communicate."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Options:
         """Return all settings that must be equal on all ranks, one line of name and value for each.
 
         Examples are ``compression fp16`` and ``parameter.3 layer.bias float32 [20] strides [1]``. ``fusion_bytes`` is
-        None unless the user has set it: the default depends on the world, which a joining worker does not know.
+        None unless the user has set it: the default depends on the world, which a joining worker has not received.
         """
         groups = self.groups or 0
         if not isinstance(groups, int):

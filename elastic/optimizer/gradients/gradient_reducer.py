@@ -174,7 +174,7 @@ class GradientReducer:
         return self._parameters.optimizer
 
     def set_passes(self, passes: int) -> None:
-        """Set the number of backward passes per step. Resets the counts of the current step."""
+        """Set the number of backward passes per step. This method resets the counts of the current step."""
         self._passes = passes
         self.discard()
 
@@ -185,7 +185,7 @@ class GradientReducer:
     def discard(self) -> None:
         """Abandon the current step.
 
-        Resets the step's counters, drops works in flight, and removes gradients that may be corrupted.
+        This method resets the step's counters, drops works in flight, and removes gradients that may be corrupted.
         """
         for slot in self._plan.slots:
             if slot.filled and slot.bucket is not None:
@@ -199,8 +199,8 @@ class GradientReducer:
     def finish(self) -> None:
         """Set every parameter's ``grad`` to the reduced gradient. Collective.
 
-        Parameters without a gradient contribute zeros and receive a gradient. Does nothing if the last backward pass
-        has already completed the reduction, or if this rank is not in the process set.
+        Parameters without a gradient contribute zeros and receive a gradient. This method does nothing if the last
+        backward pass has already completed the reduction, or if this rank is not in the process set.
 
         Raises:
             PeerLost: a rank was lost.

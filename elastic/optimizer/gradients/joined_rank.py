@@ -210,7 +210,7 @@ class JoinedRank:
         return not self.over and not self.ended and self._work.done()
 
     def take(self) -> StepFlag:
-        """Take part in the next step until the step is complete, and return its flag. Blocks.
+        """Take part in the next step until the step is complete, and return its flag. This method blocks.
 
         Raises:
             CollectiveFailed: a rank was lost.

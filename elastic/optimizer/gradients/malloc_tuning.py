@@ -4,8 +4,8 @@ The backward pass allocates every gradient, and the gradient is freed as soon as
 default, glibc returns large blocks to the system when they are freed, and in the next step the kernel allocates and
 zeroes every page again. With the two thresholds set here, glibc keeps these blocks. Many small gradients at the end of
 the heap are returned in the same way: in a step of a transformer with 0.85 M parameters, 1,500 page faults took 5 % of
-the CPU time. Nothing is done if the user has set thresholds or uses another allocator, or if the C library has no such
-settings.
+the CPU time. The settings are not changed if the user has set thresholds or uses another allocator, or if the C library
+has no such settings.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class MallocTuning:
     def filled(self) -> None:
         """Return unused memory to the system, once.
 
-        Called after the first buckets were filled, because only then do all gradients exist at the same time.
+        This method is called after the first buckets were filled, because only then do all gradients exist at the same
+        time.
         """
         if self._threshold and not self._trimmed and self._malloc_trim is not None:
             self._trimmed = True

@@ -2,7 +2,7 @@
 
 The optimizer step with these gradients corrupts all replicas in the same way. Before that step, the parameters of a
 rank with faulty memory still differ from those of all other ranks, which identifies the rank. If the cause is a batch
-or a diverging model, the parameters are equal everywhere and no worker is blamed.
+or a diverging model, the parameters are equal on all ranks, and no worker is identified as faulty.
 
 The observations of a rank belong to its state: they survive a change of the world, and restoring a commit discards
 later ones.
@@ -26,14 +26,14 @@ SAMPLE = 4096
 
 
 def finite(tensor: torch.Tensor) -> bool:
-    """Return whether all elements are finite. Always True for integers."""
+    """Return whether all elements are finite. The result is always True for integers."""
     return all(map(math.isfinite, extremes(tensor)))
 
 
 def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return two scalars that are finite if and only if all elements of the gradient are finite.
 
-    For integers the result is empty. Does not synchronize with the device.
+    For integers the result is empty. This function does not synchronize with the device.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -90,7 +90,7 @@ class FirstNotFinite:
             self._found[of] = digest((name, each.detach()) for name, each in parameters)
 
     def began(self) -> None:
-        """Discard all observations. Called when all ranks have received the same new state."""
+        """Discard all observations. This method is called when all ranks have received the same new state."""
         self._missed = False
         for each in (self._found, self._committed, self._odd, self._fine):
             each.clear()
@@ -105,7 +105,7 @@ class FirstNotFinite:
             each.clear()
 
     def saved(self) -> None:
-        """Save the observations for `stepped_back`. Called at a commit."""
+        """Save the observations for `stepped_back`. This method is called at a commit."""
         self._committed = dict(self._found)
 
     def stepped_back(self) -> None:

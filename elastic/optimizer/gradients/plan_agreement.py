@@ -364,7 +364,7 @@ class Plans:
     def adopt(self, owner: Owner, digest: int, version: int) -> AgreedPlan | None:
         """Adopt a plan of the active ranks for a rank that has joined, if ``owner`` has the same plan.
 
-        Does not communicate.
+        This method does not communicate.
 
         Args:
             owner: reducer that may already have the plan.

@@ -414,7 +414,7 @@ class ShardReducer:
         return self._launched == len(self._plan.buckets)
 
     def _launch_full(self) -> None:
-        """Launch full buckets. Runs in a hook, so unlike `step_ends` it never raises an interruption."""
+        """Launch full buckets. This method runs in a hook, so unlike `step_ends` it never raises an interruption."""
         world = lifecycle.current()
         before = [each for each in self.shards.turn_of(self) if isinstance(each, ShardReducer)]
         if (
@@ -513,7 +513,10 @@ class ShardReducer:
 
 
 def _largest(extremes: Sequence[torch.Tensor]) -> float:
-    """Return the largest absolute value: infinity for NaN, 0.0 without values. Synchronizes once with a GPU."""
+    """Return the largest absolute value: infinity for NaN, 0.0 without values.
+
+    This function synchronizes once with a GPU.
+    """
     if extremes and extremes[0].is_cuda:
         devices = {each.device for each in extremes}
         found = [

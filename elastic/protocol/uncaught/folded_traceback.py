@@ -134,7 +134,7 @@ def chain(error: BaseException) -> list[BaseException]:
 def line_of(error: BaseException) -> str:
     """Return the innermost line of the script in an exception's traceback, such as ``train.py:12``.
 
-    Empty if the traceback contains no line of the script.
+    The result is empty if the traceback contains no line of the script.
     """
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):

@@ -25,7 +25,7 @@ _file: IO[str] | None = None  # kept open, because the handler writes to its des
 
 
 def answer() -> None:
-    """Install the handler for the agent's signal. Idempotent. Must be called from the training thread.
+    """Install the handler for the agent's signal. Idempotent. This function must be called from the training thread.
 
     If there is neither an agent nor stderr, the signal is ignored.
     """

@@ -74,7 +74,7 @@ class BackgroundCopy:
         self._ordered.set()
 
     def finish(self) -> bool:
-        """Block until `order` was called and the copy is complete. May be called in any thread.
+        """Block until `order` was called and the copy is complete. This method may be called in any thread.
 
         Returns:
             True if no tensor was written to while it was read, so that the copy is valid.
@@ -100,7 +100,10 @@ def _before_step(*_: Any) -> None:
 
 
 def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum over the bits of each tensor, as int64. Computed on the tensors' device, without waiting."""
+    """Return the sum over the bits of each tensor, as int64.
+
+    The sums are computed on the tensors' device, without waiting.
+    """
     with torch.no_grad():
         return torch.stack([_sum(each) for each in tensors])
 

@@ -91,8 +91,8 @@ class Sharded(Protocol):
     def follow(self, division: Division) -> dict[str, torch.Tensor]:
         """Adopt this rank's shard in another world.
 
-        Returns the tensors that hold the shard's rows from now on, by name and still uninitialized. `place_shards` sets
-        the rows of other tensors.
+        Returns the tensors for the rows of the new shard, by name. They are uninitialized. `place_shards` sets the rows
+        of other tensors.
         """
 
     def place_shards(self, found: dict[str, tuple[RowSpec, torch.Tensor]]) -> None:

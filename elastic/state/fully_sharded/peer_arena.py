@@ -1,7 +1,8 @@
 """Snapshot buffer memory that outlives the process as long as another process on the host maps the memory.
 
-The memory is part of the arena, which the other ranks of the host map. A header states which commit the memory contains
-completely. If the process is killed at any time, the other ranks can therefore tell whether the contents are usable.
+The memory is part of the arena, which the other ranks of the host map. A header identifies the commit of which the
+memory contains a complete shard. If the process is killed at any time, the other ranks can therefore determine whether
+the contents are usable.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class ShardBuffers:
     def order(self) -> None:
         """Make the GPU's current stream wait until the copy has read the tensors.
 
-        Must be called in the training thread.
+        This method must be called in the training thread.
         """
         if self._copying is not None:
             self._copying[0].order()
@@ -192,7 +192,9 @@ class ShardBuffers:
             copying[0].finish()
 
     def finish(self) -> bool:
-        """Wait for the copy, and mark it as complete. May be called in any thread, and may wait for `order`.
+        """Wait for the copy, and mark it as complete.
+
+        This method may be called in any thread, and may wait for `order`.
 
         Returns:
             Whether the copy is valid; see `BackgroundCopy.finish`.

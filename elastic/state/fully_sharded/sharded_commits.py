@@ -179,7 +179,8 @@ class WorldInventory:
     def least(self) -> int | None:
         """Return the minimum number of shards (see `Choice`), as reported by a rank that holds a commit.
 
-        A joining worker is not asked, because it has created its mesh before joining, possibly with another shape.
+        The report of a joining worker is ignored, because the worker has created its mesh before joining, possibly with
+        another shape.
         """
         holding = [rank for rank, held in enumerate(self.inventories) if held]
         return self.leasts[self.whole.ranks()[0] if self.whole else min(holding, default=0)]
@@ -191,7 +192,7 @@ class WorldInventory:
 
     @property
     def lost(self) -> bool:
-        """Return whether there are commits, but none of them is complete."""
+        """Return whether the ranks hold commits, but no complete one."""
         return any(self.inventories) and self.whole is None
 
     def loss(self) -> ShardLost:
@@ -311,7 +312,7 @@ class ShardedCommits:
         return BufferRecord(commit, world.shards, world.shard, tuple(copies), world.where())
 
     def skip(self) -> None:
-        """Skip the number of a commit that no rank makes. Must be called on all ranks."""
+        """Skip the number of a commit that no rank makes. This method must be called on all ranks."""
         self._number += 1
 
     def redo(self) -> None:
@@ -743,7 +744,10 @@ class ShardedCommits:
         return None if self._cycle.base is None else self._banks[self._cycle.base]
 
     def place_own(self, bank: ShardBuffers) -> None:
-        """Set the sharded tensors from this rank's shard in the buffer, in an unchanged world. Not collective."""
+        """Set the sharded tensors from this rank's shard in the buffer, in an unchanged world.
+
+        This method is not collective.
+        """
         live, found = self._live(), {}
         for name, (spec, rows) in bank.own_rows().items():
             present = live.get(name)

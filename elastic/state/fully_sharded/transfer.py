@@ -55,7 +55,7 @@ class Transfer:
     def succeeded(self) -> bool:
         """Return whether the transfer has ended without an error, so that all tensors have been received.
 
-        Does not block.
+        This method does not block.
         """
         if not self._work.done():
             return False

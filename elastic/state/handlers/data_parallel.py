@@ -1,7 +1,7 @@
 """Handlers of ``DistributedDataParallel`` in a state, which commit its module and rebuild its reducer for each world.
 
 The C++ reducer of DDP holds gradient counts and buckets of the previous world, in an order that a joining worker does
-not know. In each world, every rank therefore creates a new reducer, as DDP's constructor does, without a collective.
+not have. In each world, every rank therefore creates a new reducer, as DDP's constructor does, without a collective.
 All reducers start with equal buckets and agree on their order after the first step, as at the start of a job.
 Communication hooks and the static graph setting are applied again.
 
@@ -139,7 +139,7 @@ def as_written(value: Any) -> Any:
 def rebuild_reducer(model: DistributedDataParallel) -> None:
     """Create a new reducer for a DistributedDataParallel, after the world has changed.
 
-    Needs no collective, because parameters are in module order, which is the same on all ranks.
+    This function needs no collective, because parameters are in module order, which is the same on all ranks.
     """
     ddp: Any = model
     hook_name = ddp.logger._get_ddp_logging_data().strs_map.get("comm_hook", "")

@@ -1,4 +1,6 @@
-"""Handler of models: parameters, buffers and extra state. Accesses the modules directly, not through ``state_dict()``.
+"""Handler of models: parameters, buffers and extra state.
+
+This module accesses the modules directly, not through ``state_dict()``.
 
 Commits, restores and transfers include:
 

@@ -283,7 +283,7 @@ class OptimizerStateHandler(Part):
         return 0 if of_gradients is None else of_gradients()
 
     def committed(self) -> dict[str, torch.Tensor]:
-        """Return the committed tensors. Their names contain parameter names if the optimizer knows these."""
+        """Return the committed tensors. Their names contain parameter names if the optimizer stores these."""
         named = getattr(self.value, "parameter_name", None)
         if named is None:
             return super().committed()

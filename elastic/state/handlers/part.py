@@ -78,7 +78,7 @@ class Part(StateHandler):
         return self.pack()
 
     def check(self) -> None:
-        """Check, before anything is copied, that the value can be committed.
+        """Check, before any value is copied, that this value can be committed.
 
         Raises:
             Invalid: the value can't be committed. The last commit stays complete.
@@ -152,7 +152,10 @@ class Part(StateHandler):
         return None
 
     def differing(self) -> list[str]:
-        """Return the names of the tensors that differ from the commit. Empty if workers may have different values."""
+        """Return the names of the tensors that differ from the commit.
+
+        The result is empty if workers may have different values.
+        """
         return []
 
     # ---- Horovod's interface ---------------------------------------------------------------------
@@ -209,7 +212,10 @@ class Part(StateHandler):
         """Handle a restore without a complete copy. The value itself is left unchanged."""
 
     def before_restore(self, own: Any) -> None:
-        """Restore the objects that the committed tensors belong to. Called before the tensors are restored."""
+        """Restore the objects that the committed tensors belong to.
+
+        This method is called before the tensors are restored.
+        """
 
     def sync(self) -> None:
         """Broadcast the value from rank 0, and save a copy of it."""

@@ -1,4 +1,6 @@
-"""Copying of Python values for commits, and pickling for peers. Does not access tensors of models or optimizers.
+"""Copying of Python values for commits, and pickling for peers.
+
+This module does not access tensors of models or optimizers.
 
 Values that have handlers (models, optimizers, samplers) are referenced, not copied. A value that refers to the model
 still does so after a restore, and on another worker refers to that worker's model.

@@ -2,9 +2,9 @@
 
 Fused optimizers, ``p.data.add_`` and BatchNorm's running statistics change values but not ``_version``. A commit
 therefore relies on ``_version`` only if no operation was recorded here, that is, no step of a torch optimizer and no
-collective. The record does not identify what changed, only that something may have. (Models are not hooked, since
-``torch.jit.script`` compiles a model's hooks and would reject these. `snapshot` and `model_state` check for the effects
-of forward and backward passes.)
+collective. The record does not identify the changed tensors. (Models are not hooked, since ``torch.jit.script``
+compiles a model's hooks and would reject these. `snapshot` and `model_state` check for the effects of forward and
+backward passes.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def notice(*_: object) -> None:
 
 
 def moment() -> Moment:
-    """Return a marker. If two markers are equal, nothing was recorded between the calls."""
+    """Return a marker. If two markers are equal, no operation was recorded between the calls."""
     global _noticed, _count
     if _noticed:
         _noticed = False

@@ -8,8 +8,8 @@ If the device has enough memory, tensors are first copied on the device (fast, i
 the host on a side stream. Otherwise the training stream waits for the copies to the host: training may overwrite the
 tensors at any time, which would make the commit inconsistent.
 
-Host memory is pinned here, in one allocation per commit, because torch's pinned memory allocator rounds each request up
-to a power of two.
+This module pins host memory itself, in one allocation per commit, because torch's pinned memory allocator rounds each
+request up to a power of two.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Memory that a joining worker allocates and writes to before it joins, so that other ranks wait less.
 
-The first write to new memory takes several times as long as a copy, because the kernel has to allocate each
-page and fill it with zeros. A joining worker needs memory for the optimizer entries that it receives and for
-its copies of them, while all other ranks wait for its first step. The estimated amount is therefore allocated
-in advance and handed out once. The unused rest is returned to the system. Each tensor has a storage of exactly
-its size, like any other tensor.
+The first write to new memory takes several times as long as a copy, because the kernel has to allocate each page and
+fill it with zeros. A joining worker needs memory for the optimizer entries that it receives and for its copies of them,
+while all other ranks wait for its first step. The estimated amount is therefore allocated in advance, and each part of
+it is used once. The unused rest is returned to the system. Each tensor has a storage of exactly its size, like any
+other tensor.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def make(size: int) -> None:
 
 
 def leave() -> None:
-    """Return unused memory to the system. Used memory is returned when the last tensor in it is freed."""
+    """Return unused memory to the system.
+
+    This function is used memory is returned when the last tensor in it is freed.
+    """
     global _ahead
     _ahead = None
 

@@ -298,14 +298,14 @@ class Snapshot:
             self._spare = self.bank.empty_twin()
 
     def take(self, tensors: dict[str, torch.Tensor], extra: Any, *, trust: bool = True) -> None:
-        """Copy everything that may have changed.
+        """Copy the tensors that may have changed.
 
         CPU copies are complete when this returns. CUDA copies may still be in flight.
 
         Args:
             tensors: tensors by name.
             extra: a value to store with the copies.
-            trust: whether to skip the copy if change detection finds no change. If False, always copy everything.
+            trust: whether to skip the copy if change detection finds no change. If False, all tensors are copied.
 
         Raises:
             DeviceLost: the previous CUDA copies did not complete within the time limit.

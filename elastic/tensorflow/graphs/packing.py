@@ -16,8 +16,8 @@ Unpack = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
 def pack(tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Unpack]:
     """Join the small tensors of each dtype into one-dimensional tensors. Return all tensors and the inverse function.
 
-    Suitable for elementwise operations only. All ranks pack in the same way, because packing depends only on shapes and
-    dtypes.
+    This function is suitable for elementwise operations only. All ranks pack in the same way, because packing depends
+    only on shapes and dtypes.
     """
     small: dict[tf.DType, list[int]] = {}
     if not tf.executing_eagerly():
