@@ -19,7 +19,7 @@ _originals: dict[str, Callable[..., Any]] = {}  # torch's own functions, by name
 
 
 def autoload() -> None:
-    """Install the hooks. Idempotent. Not called with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``."""
+    """Install the hooks. Idempotent. With ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``, torch does not call this function."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if os.environ.get(VARIABLE) != "elastic" or c10d is None or _originals:
         return

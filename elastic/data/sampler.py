@@ -166,7 +166,7 @@ class ElasticSampler(Sampler[int]):
     def _epoch_order(self) -> torch.Tensor:
         """Return the order of the epoch as int64 of shape ``[samples]``.
 
-        Cached, because every recovery needs it again.
+        The order is cached, because every recovery needs it again.
         """
         of = (len(self.dataset), self.epoch, self.seed)
         if self._order is None or self._order_of != of:

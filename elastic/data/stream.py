@@ -123,7 +123,10 @@ def _apart(batches: Iterator[Any]) -> Iterator[Any]:
 def _steps(
     samples: Iterator[Any], dealing: SamplePartition, start: int
 ) -> Iterator[tuple[range, Any]]:
-    """Yield each step with its samples. Reads ahead only as far as computing the size of the step requires."""
+    """Yield each step with its samples.
+
+    Only the samples that are needed to compute the size of the step are read ahead.
+    """
     ahead: deque[Any] = deque()
     while True:
         ahead.extend(islice(samples, dealing.reach - len(ahead)))

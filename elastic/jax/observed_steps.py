@@ -35,7 +35,7 @@ MEMBER = "JaxState(params=params, opt_state=opt_state, ...)"
 
 
 class JaxSteps:
-    """Observer of the steps of one training. Used only by the training thread."""
+    """Observer of the steps of one training. Only the training thread uses it."""
 
     def __init__(self) -> None:
         self._stepped: Callable[[object], None] | None = None

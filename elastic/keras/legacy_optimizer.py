@@ -1,6 +1,6 @@
 """Legacy Keras optimizers that reduce gradients over all ranks before applying them.
 
-Supported are the optimizers of ``tf_keras.optimizers`` and ``tf_keras.optimizers.legacy``.
+The optimizers of ``tf_keras.optimizers`` and ``tf_keras.optimizers.legacy`` are supported.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ APPLY = "apply_gradients" if LEGACY else "apply"
 
 
 class KerasSteps:
-    """Observer of the steps of one training. Used only by the training thread."""
+    """Observer of the steps of one training. Only the training thread uses it."""
 
     def __init__(self) -> None:
         self._stepped: Callable[[object], None] | None = None

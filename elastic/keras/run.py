@@ -14,7 +14,8 @@ Value = TypeVar("Value")
 def run(func: Callable[..., Value]) -> Callable[..., Value]:
     """Decorate a function that trains with Keras.
 
-    Like `elastic.run`, but also recovers from the errors that compiled steps raise for failed collectives.
+    Like `elastic.run`, the decorated function recovers from lost workers. It also recovers from the errors that
+    compiled steps raise for failed collectives.
     """
     match tensors.backend():
         case "tensorflow":

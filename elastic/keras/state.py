@@ -17,7 +17,7 @@ from elastic.state.handled_state import HandledState
 class KerasState(HandledState):
     """State of a Keras model, its optimizer, and Python values, as in ``KerasState(model, batch=0, epoch=0)``.
 
-    Commits, restores and broadcasts all weights, the state of the optimizer, and the values.
+    The state commits, restores and broadcasts all weights, the state of the optimizer, and the values.
 
     Args:
         model: built Keras model, that is, with an Input or called once.

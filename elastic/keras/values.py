@@ -27,9 +27,12 @@ def allreduce(
     op: int | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """Reduce a number, an array or a tensor over all ranks (default: Average).
+    """Reduce a number, an array or a tensor over all ranks.
 
-    ``compression`` is ignored, because values are small.
+    Args:
+        value: the value, with the same shape and dtype on all ranks.
+        name, average, prescale_factor, postscale_factor, op: see `elastic.api.ops`. The default of ``op`` is Average.
+        compression: ignored, because values are small.
 
     Returns:
         A tensor of the backend, of the same shape; symbolic in a ``tf.function``.
@@ -48,21 +51,47 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Concatenate the arrays of all ranks along the first dimension. Return a tensor of the backend."""
+    """Concatenate the arrays of all ranks along the first dimension.
+
+    Args:
+        value: array or tensor of shape ``[rows, ...]``. ``rows`` may differ between ranks.
+        name: see `elastic.api.ops`.
+
+    Returns:
+        A tensor of the backend, of shape ``[sum of all rows, ...]``.
+    """
     if _in_tensorflow(value):
         return _tensorflow().allgather(value, name)
     return _apply(lambda given: ops.allgather(given, name), value, "allgather")
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Broadcast the value of rank ``root_rank`` to all ranks. Return a tensor of the backend."""
+    """Broadcast the value of one rank to all ranks.
+
+    Args:
+        value: number, array or tensor, with the same shape and dtype on all ranks.
+        root_rank: rank in the world that sends its value.
+        name: see `elastic.api.ops`.
+
+    Returns:
+        A tensor of the backend, of the same shape.
+    """
     if _in_tensorflow(value):
         return _tensorflow().broadcast(value, root_rank, name)
     return _apply(lambda given: ops.broadcast(given, root_rank, name), value)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """Reduce an array over all ranks and return this rank's share of the rows as a tensor of the backend."""
+    """Reduce an array over all ranks, and return this rank's share of the rows.
+
+    Args:
+        value: array or tensor of shape ``[rows, ...]``, the same on all ranks.
+        name: see `elastic.api.ops`.
+        op: Average or Sum.
+
+    Returns:
+        A tensor of the backend with this rank's rows.
+    """
     if _in_tensorflow(value):
         return _tensorflow().reducescatter(value, op=op, name=name)
     return _apply(lambda given: ops.reducescatter(given, name=name, op=op), value, "reducescatter")
@@ -85,7 +114,7 @@ def _in_tensorflow(value: Any) -> bool:
 def _tensorflow() -> Any:
     """Return the module with the collectives of TensorFlow's tensors.
 
-    Imported lazily, because other backends may have no TensorFlow.
+    The module is imported at the first call, because TensorFlow may be missing with other backends.
     """
     from elastic.tensorflow import ops as of_tensors
 

@@ -61,7 +61,10 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> Array:
-    """Reduce an array over all ranks in place, and return it. See `allreduce`."""
+    """Reduce an array over all ranks in place, and return it.
+
+    Arguments and errors are those of `allreduce`.
+    """
     factors = (prescale_factor, postscale_factor)
     grouped_allreduce_([tensor], None, name, priority, *factors, process_set, as_op(op, average))
     return tensor
@@ -77,7 +80,10 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> list[Array]:
-    """Reduce several arrays at once. Small arrays of one dtype share a buffer. See `allreduce`."""
+    """Reduce several arrays over all ranks in one call. Return a list of new arrays.
+
+    Small arrays of one dtype share a buffer. Arguments and errors are those of `allreduce`, with a list of arrays.
+    """
     for tensor in tensors:
         view(tensor)  # Check all arrays before copying any.
     made = [tensor.copy() for tensor in tensors]
@@ -95,7 +101,10 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
     op: int | None = None,
 ) -> list[Array]:
-    """Reduce several arrays in place, and return them. See `grouped_allreduce`."""
+    """Reduce several arrays over all ranks in place, and return them.
+
+    Arguments and errors are those of `grouped_allreduce`.
+    """
     reduction = as_op(op, average)
     if tensors:
         scales = (prescale_factor, postscale_factor)
@@ -126,7 +135,10 @@ def grouped_allgather(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
-    """Run `allgather` on several arrays together, and return the list of results."""
+    """Run `allgather` on several arrays in one call, and return the list of results.
+
+    Arguments and errors are those of `allgather`, with a list of arrays.
+    """
     if not tensors:
         return []
     made = ops.grouped_allgather([view(tensor) for tensor in tensors], name, process_set)
@@ -140,7 +152,13 @@ def broadcast(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Return a copy of rank ``root_rank``'s array on every rank. ``root_rank`` is always a world rank."""
+    """Return a copy of rank ``root_rank``'s array on every rank.
+
+    Args:
+        tensor: array of the same shape and dtype on all ranks. Only the values on ``root_rank`` are used.
+        root_rank: rank in the world, also if ``process_set`` is given.
+        name, priority, process_set: see the module docstring.
+    """
     view(tensor)
     return broadcast_(tensor.copy(), root_rank, name, priority, process_set)
 
@@ -152,7 +170,10 @@ def broadcast_(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Overwrite an array in place with that of rank ``root_rank``, and return it. See `broadcast`."""
+    """Overwrite an array in place with that of rank ``root_rank``, and return it.
+
+    Arguments and errors are those of `broadcast`.
+    """
     ops.broadcast_(view(tensor, write=True), root_rank, name, process_set)
     return tensor
 
@@ -192,9 +213,16 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Array:
-    """Reduce an array of shape ``[rows, ...]`` and return this rank's share of the rows.
+    """Reduce an array over all ranks, and return this rank's share of the rows.
 
-    If the rows cannot be divided evenly, the first ranks receive one additional row. ``op`` is Average or Sum.
+    Args:
+        tensor: array of shape ``[rows, ...]``, the same on all ranks.
+        op: Average or Sum.
+        name, priority, process_set, prescale_factor, postscale_factor: see the module docstring.
+
+    Returns:
+        A new array with this rank's rows. If the rows cannot be divided evenly, each of the first ranks receives one
+        additional row.
     """
     scales = (prescale_factor, postscale_factor)
     return grouped_reducescatter([tensor], op, name, priority, process_set, *scales)[0]
@@ -209,7 +237,10 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Array]:
-    """Run `reducescatter` on several arrays together, and return the list of results."""
+    """Run `reducescatter` on several arrays in one call, and return the list of results.
+
+    Arguments and errors are those of `reducescatter`, with a list of arrays.
+    """
     if not tensors:
         return []
     made = ops.grouped_reducescatter(

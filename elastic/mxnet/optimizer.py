@@ -183,7 +183,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     def _scale(self) -> float:
         """Gradient scale of Gluon's trainer, without the factor 1 / batch size.
 
-        Computed in each step, because the world may change.
+        The scale is computed in each step, because the world may change.
         """
         return self._own_scale / ranks(self._process_set)
 

@@ -125,7 +125,7 @@ def _together(state: Any, tensors: dict[str, torch.Tensor], context: Any) -> Any
 class MXNetState(HandledState):
     """State of a Gluon block, its trainer, and Python values, as in ``MXNetState(net, trainer, epoch=0, batch=0)``.
 
-    Commits, restores and broadcasts all parameters, the state of the optimizer, and the values.
+    The state commits, restores and broadcasts all parameters, the state of the optimizer, and the values.
 
     Args:
         net: initialized Gluon block, called once if the shapes of its parameters are inferred from data.

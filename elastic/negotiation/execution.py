@@ -1,4 +1,4 @@
-"""Start of negotiated collectives. Fuses tensors, and contributes zeros if this rank has joined.
+"""Start of negotiated collectives, with fusion of tensors. A joined rank contributes zeros.
 
 `coordinator` and `fusion` decide which collectives run and in what order; `reductions` and `exchanges` compute the
 results.

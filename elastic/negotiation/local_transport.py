@@ -1,4 +1,4 @@
-"""Rank 0's end of the negotiation. Connects the other ranks to the coordinator, which runs in rank 0's process.
+"""Rank 0's end of the negotiation: connects the other ranks to the coordinator, which runs in rank 0's process.
 
 `coordinator` makes the decisions.
 """

@@ -174,7 +174,7 @@ class Pending:
         return row(self.name, self.members)
 
     def begin(self, group: Collectives, response: Response) -> Started:
-        """Start the collective without fusion. Not used for an allreduce, which may share a buffer."""
+        """Start the collective without fusion. This method is not used for an allreduce, which may share a buffer."""
         match self.kind:
             case "allgather":
                 return exchanges.allgather(group, self.tensors, response.rows)

@@ -1,4 +1,4 @@
-"""Submission of collectives, and waiting for their results. Checks arguments, claims a handle and calls the engine.
+"""Submission of collectives, and waiting for their results.
 
 All arguments are checked before anything is sent. `engine` compares the submissions of the ranks. `reductions` and
 `exchanges` compute the results. ``members`` are the ranks of a process set, or None for the world.

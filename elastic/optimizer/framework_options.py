@@ -1,6 +1,6 @@
 """Options of gradient tapes and optimizers of frameworks other than torch.
 
-Only validates them; does not communicate.
+This module only validates the options, and does not communicate.
 """
 
 from __future__ import annotations

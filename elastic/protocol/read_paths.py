@@ -1,6 +1,7 @@
 """Record of the paths that a worker's script reads, from Python's audit events. Standard library only.
 
-Installed at interpreter start if the job has a checkpoint folder. See `elastic.checkpoints.finished_training`.
+The audit hook is installed at interpreter start if the job has a checkpoint folder. See
+`elastic.checkpoints.finished_training`.
 """
 
 from __future__ import annotations

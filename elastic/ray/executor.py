@@ -149,11 +149,16 @@ def stop(job: str) -> bool:
 
 
 class Executor:
-    """Pool of workers on a Ray cluster that runs functions. Takes the same arguments as `run`.
+    """Pool of workers on a Ray cluster that runs functions.
 
     Without ``min_workers`` and ``max_workers``, `start` starts persistent workers, which run until `shutdown`. Each
-    holds an instance of ``executable_cls``, and `run` and `execute` call functions on the workers. With either
+    worker holds an instance of ``executable_cls``, and `run` and `execute` call functions on the workers. With either
     argument, the executor is elastic: it keeps its resources, and each `run` starts new workers.
+
+    Args:
+        num_hosts: exact number of nodes, each with the same number of workers.
+        num_workers, min_workers, max_workers, resources_per_worker, use_gpu, placement_group, label_selector, env,
+            on_report, on_output, placement_timeout, options: see `run`.
     """
 
     @accepts(RAY)

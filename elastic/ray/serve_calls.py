@@ -1,4 +1,6 @@
-"""Program of a persistent worker: ``python -m elastic.ray.serve_calls``. Executes requests until it receives END.
+"""Program of a persistent worker: ``python -m elastic.ray.serve_calls``.
+
+The program executes requests until it receives END.
 
 Calls arrive through a unix socket that only this user can access, served by the agent's actor. Once its world is
 formed, the worker sends its rank in a line of JSON. From then on, it answers each frame with a frame, in order. A frame

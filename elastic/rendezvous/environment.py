@@ -270,7 +270,7 @@ def failpoints(environ: Mapping[str, str] | None = None) -> str:
 
 
 def worker(environ: Mapping[str, str] | None = None) -> Worker:
-    """Return the identity of this worker. This function reads no other variable."""
+    """Return the identity of this worker from its environment variables, without reading other settings."""
     env = os.environ if environ is None else environ
     try:
         return Worker.parse(env["ELASTIC_WORKER"])

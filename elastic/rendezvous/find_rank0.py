@@ -80,7 +80,7 @@ class _Publisher(Protocol):
 
 
 def meet(started: LauncherEnv, env: Environment) -> FoundRank0:
-    """Find rank 0 and connect to its store. Blocks until rank 0 can be reached.
+    """Find rank 0 and connect to its store. This function blocks until rank 0 can be reached.
 
     Raises:
         Invalid: a port or a folder cannot be used.

@@ -112,7 +112,7 @@ class ControlClient:
         return self._wire.receive(b"")
 
     def read(self) -> None:
-        """Read available bytes from the socket, once. Blocks until there are any.
+        """Read available bytes from the socket, once. This method blocks until bytes are available.
 
         Raises:
             OSError: the connection failed, or the peer closed it (ConnectionClosed).
@@ -139,7 +139,7 @@ class ControlClient:
                 self._sending.release()
 
     def send(self, body: bytes) -> None:
-        """Send an encoded message. Blocks for at most the socket's timeout.
+        """Send an encoded message. This method blocks for at most the socket's timeout.
 
         Raises:
             OSError: the connection failed, or the timeout has expired.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class GuardedGroups:
-    """Groups of one worker in its current world. Handles failed collectives."""
+    """Groups of one worker in its current world, with handling of failed collectives."""
 
     def __init__(self, session: Session, progress: ProgressCounter) -> None:
         self._session = session

@@ -129,7 +129,9 @@ class WorkerRuntime:
     def group(
         self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None = None
     ) -> Collectives:
-        """Return the group named ``purpose``. Created at its first use, collectively among ``ranks`` (default: all).
+        """Return the group named ``purpose``.
+
+        It is created at its first use, collectively among ``ranks`` (default: all).
 
         Raises:
             PeerLost: the group could not be created, because a rank was lost or did not arrive within the timeout.
@@ -137,7 +139,7 @@ class WorkerRuntime:
         return self._groups.group(purpose, device, ranks)
 
     def messages(self, purpose: str, ranks: tuple[int, ...] | None = None) -> Messenger:
-        """Return the group named ``purpose`` for point-to-point messages. Created at its first use.
+        """Return the group named ``purpose`` for point-to-point messages. It is created at its first use.
 
         Do not call this method for a group of one rank. See `group`.
         """

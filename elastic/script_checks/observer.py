@@ -292,7 +292,7 @@ class ScriptObserver:
 def observing(
     rt: WorkerRuntime, state: State, function: Callable[..., Any]
 ) -> Iterator[ScriptObserver | None]:
-    """Context manager that observes one training. Yields the observer, or None if the checks are disabled.
+    """Context manager that observes one training. It yields the observer, or None if the checks are disabled.
 
     The checks are disabled in static jobs, in training functions of this package, and with ``ELASTIC_CHECKS=off``.
     """

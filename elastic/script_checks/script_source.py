@@ -45,7 +45,7 @@ def restarting_loop(function: Callable[..., Any]) -> RestartingLoop | None:
 
 
 class Sources:
-    """Cache of the syntax trees of functions, by code object. Reads each file once."""
+    """Cache of the syntax trees of functions, by code object. Each file is read once."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[ast.Module, frozenset[CodeType]]] = {}

@@ -20,7 +20,7 @@ from elastic.spark.parquet import ParquetData
 
 @dataclass(frozen=True, kw_only=True)
 class KerasTraining:
-    """Training function for every worker. Returns the training history. Rank 0 saves the model.
+    """Training function for every worker, which returns the training history. Rank 0 saves the model.
 
     Args:
         model: content of a ``.keras`` file, including the optimizer.

@@ -25,7 +25,7 @@ Shapes = Sequence[Sequence[int]] | None
 
 @dataclass(frozen=True, kw_only=True)
 class TorchTraining:
-    """Training function for every worker. Returns the training history. Rank 0 saves the checkpoint.
+    """Training function for every worker, which returns the training history. Rank 0 saves the checkpoint.
 
     Args:
         features, labels: numbers of input columns and of label columns. An additional column contains sample weights.

@@ -110,9 +110,21 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """Reduce several tensors at once; small ones of one dtype share a buffer. Differentiable. See `allreduce`.
+    """Reduce several tensors over all ranks in one call. Differentiable.
 
-    Raises ValueError for IndexedSlices, in addition to the errors that all functions of this module raise.
+    Small tensors of one dtype share a buffer.
+
+    Args:
+        tensors: dense tensors of any shapes and of dtypes that can be reduced.
+        average, device_dense, device_sparse, compression, op, prescale_factor, postscale_factor, process_set,
+            ignore_name_scope, name: see the description of this module.
+
+    Returns:
+        A list of new tensors, in the same order.
+
+    Raises:
+        ValueError: a tensor is ``tf.IndexedSlices``.
+        UnsupportedType, TensorMismatch, PeerLost: see the description of this module.
     """
     if not tensors:
         return []
@@ -235,7 +247,13 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Gather several tensors at once. See `allgather`. Differentiable."""
+    """Gather several tensors from all ranks in one call. Differentiable.
+
+    Arguments and errors are those of `allgather`, with a list of tensors.
+
+    Returns:
+        A list with the result of `allgather` for each tensor.
+    """
     return _gather(name, _members(process_set), [tf.convert_to_tensor(each) for each in tensors])
 
 
@@ -293,7 +311,13 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Return the tensor of rank ``root_rank`` of the world on every rank. Differentiable."""
+    """Return the tensor of rank ``root_rank`` on every rank. Differentiable.
+
+    Args:
+        tensor: tensor of the same shape and dtype on all ranks. Only the values on ``root_rank`` are used.
+        root_rank: rank in the world, also if ``process_set`` is given.
+        name, ignore_name_scope, process_set: see the description of this module.
+    """
     return _broadcast(name, _members(process_set), root_rank, tf.convert_to_tensor(tensor))
 
 
@@ -303,9 +327,13 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Variable]:
-    """Overwrite variables with those of rank ``root_rank`` of the world, and return the variables.
+    """Overwrite variables with those of rank ``root_rank``, and return the variables. Not differentiable.
 
-    The result is not differentiable.
+    Args:
+        variables: variables in the same order, and with the same shapes and dtypes, on every rank.
+        root_rank: rank in the world, also if ``process_set`` is given.
+        name: ignored.
+        process_set: the ranks that call this function.
     """
     broadcast_variables(variables, root_rank, process_set)
     return list(variables)
@@ -408,9 +436,21 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """Reduce a tensor of shape ``[rows, ...]`` and return this rank's share of the rows. Differentiable.
+    """Reduce a tensor over all ranks, and return this rank's share of the rows. Differentiable.
 
-    The first ranks get one row more if the rows cannot be divided evenly. ``op`` is Average or Sum.
+    Args:
+        tensor: tensor of shape ``[rows, ...]`` and a dtype that can be reduced, the same on all ranks.
+        op: Average or Sum.
+        device_dense, compression, name, process_set, ignore_name_scope, prescale_factor, postscale_factor: see the
+            description of this module.
+
+    Returns:
+        This rank's rows, with the dtype of ``tensor``. If the rows cannot be divided evenly, each of the first ranks
+        receives one additional row.
+
+    Raises:
+        NotImplementedError: ``tensor`` is ``tf.IndexedSlices``.
+        UnsupportedType, ValueError, TensorMismatch, PeerLost: see the description of this module.
     """
     return grouped_reducescatter(
         [tensor],
@@ -434,7 +474,13 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> list[tf.Tensor]:
-    """Reduce and scatter several tensors at once. See `reducescatter`. Differentiable."""
+    """Reduce and scatter several tensors in one call. Differentiable.
+
+    Arguments and errors are those of `reducescatter`, with a list of tensors.
+
+    Returns:
+        A list with the result of `reducescatter` for each tensor.
+    """
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         raise NotImplementedError("reducescatter does not support tf.IndexedSlices: use allreduce")
     reduction, factors = as_op(op, None), (prescale_factor, postscale_factor)
@@ -487,30 +533,36 @@ def _scatter(
 
 
 def join() -> tf.Tensor:
-    """Contribute zeros from this rank until all ranks have joined.
+    """Contribute zeros from this rank until all ranks have joined. See `elastic.optimizer.join.join`.
 
-    Returns an int32 with the last rank to join. See `elastic.optimizer.join.join`.
+    Returns:
+        The last rank to join, as an int32 tensor.
     """
     return bridge.asked(joining.join, "join", blocks=True)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Return the number of ranks, of the world or a process set, as an int32 computed each time a graph runs."""
+    """Return the number of ranks as an int32 tensor that is computed each time a graph runs.
+
+    Args:
+        process_set_id: ID of the process set. 0 is the whole world.
+        name: name of the operation.
+    """
     return bridge.asked(lambda: process_set_by_id(process_set_id).size() or 0, name or "size")
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """Return the number of ranks on this host. See `size_op`."""
+    """Return the number of ranks on this host as an int32 tensor that is computed each time a graph runs."""
     return bridge.asked(basics.local_size, name or "local_size")
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """Return this worker's rank. See `size_op`."""
+    """Return this worker's rank as an int32 tensor that is computed each time a graph runs."""
     return bridge.asked(basics.rank, name or "rank")
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """Return this worker's local rank. See `size_op`."""
+    """Return this worker's local rank as an int32 tensor that is computed each time a graph runs."""
     return bridge.asked(basics.local_rank, name or "local_rank")
 
 

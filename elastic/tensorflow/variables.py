@@ -49,7 +49,11 @@ def broadcast_variables(
 def broadcast_global_variables(root_rank: int) -> tf.Operation:
     """Return a TensorFlow 1 graph operation that broadcasts all global variables.
 
-    Raises RuntimeError in eager mode, which has no global variables.
+    Args:
+        root_rank: rank in the world that sends its values.
+
+    Raises:
+        RuntimeError: called in eager mode, which has no global variables.
     """
     if tf.executing_eagerly():
         raise RuntimeError(
@@ -83,7 +87,20 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Broadcast a Python object from rank ``root_rank`` to every rank. ``session`` is ignored."""
+    """Broadcast a Python object from one rank to all.
+
+    Args:
+        obj: any picklable object; ignored on ranks other than ``root_rank``.
+        root_rank: rank in the world, also if ``process_set`` is given.
+        session: ignored.
+        name, process_set: see `elastic.api.ops`.
+
+    Returns:
+        ``obj`` itself on ``root_rank``, and a copy of it on all other ranks.
+
+    Raises:
+        PeerLost: a worker was lost.
+    """
     return broadcasting.broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -93,7 +110,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Return a function that calls `broadcast_object` with these arguments."""
+    """Return a function that takes an object and calls `broadcast_object` with these arguments."""
     return lambda obj: broadcasting.broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -103,5 +120,17 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Gather a Python object from every rank, in rank order. ``session`` is ignored."""
+    """Gather a Python object from each rank on every rank.
+
+    Args:
+        obj: any picklable object. Its size may differ between ranks.
+        session: ignored.
+        name, process_set: see `elastic.api.ops`.
+
+    Returns:
+        A list of copies, in rank order.
+
+    Raises:
+        PeerLost: a worker was lost.
+    """
     return broadcasting.allgather_object(obj, name, process_set)

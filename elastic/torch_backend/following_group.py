@@ -1,7 +1,7 @@
 """``torch.distributed.ProcessGroup`` that remains usable when the world changes.
 
-Rank and size are computed at each use. This suffices, because torch's C++ code does not cache them. Each collective
-runs on the group of the world in which it is called.
+Rank and size are computed at each use, because torch's C++ code does not cache them. Each collective runs on the group
+of the world in which it is called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Detection of idle Gloo threads from the scheduling counters of the kernel. Read-only.
+"""Detection of idle Gloo threads from the scheduling counters of the kernel, which are only read.
 
 A collective that lost its wake-up never completes. The thread of such a collective has stopped running, unlike the
 thread of a collective that still writes to tensors.

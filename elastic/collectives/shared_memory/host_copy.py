@@ -50,7 +50,10 @@ class HostCopy:
         self._from = (ctypes.c_void_p * count)()
 
     def run(self, tensors: list[torch.Tensor], pointers: list[Any]) -> None:
-        """Copy the tensors into the buffers. Blocks until done. ``pointers`` are the addresses of the tensors."""
+        """Copy the tensors into the buffers. This method blocks until the copy is complete.
+
+        ``pointers`` are the addresses of the tensors.
+        """
         if self._library is None or not self._direct or torch.get_num_threads() > 1:
             torch._foreach_copy_(self._buffers, tensors)
             return

@@ -60,8 +60,8 @@ def plan(
         order: indices of the items in the order in which they become ready. None means reverse order of
             declaration.
         groups: indices of items that share a bucket regardless of its size, if they are of the same kind.
-        first_bytes: size in bytes at which the first bucket of a kind is closed. Small, so that communication starts
-            early.
+        first_bytes: size in bytes at which the first bucket of a kind is closed. It is small, so that communication
+            starts early.
         full_bytes: size in bytes at which any other bucket is closed.
     """
     group_of = {item: number for number, group in enumerate(groups) for item in group}

@@ -1,4 +1,6 @@
-"""Tuning of glibc's malloc so that the process keeps the memory of gradients between steps. Applied once per process.
+"""Tuning of glibc's malloc so that the process keeps the memory of gradients between steps.
+
+The tuning is applied once per process.
 
 The backward pass allocates every gradient, and the gradient is freed as soon as it was copied into its bucket. By
 default, glibc returns large blocks to the system when they are freed, and in the next step the kernel allocates and

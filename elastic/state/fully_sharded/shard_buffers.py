@@ -35,7 +35,7 @@ def as_layout(specs: dict[str, RowSpec], shards: int) -> ShardLayout:
 
 
 class ShardBuffers:
-    """Memory of one commit. Allocated once, and reallocated only if sizes change.
+    """Memory of one commit. It is allocated once, and reallocated only if sizes change.
 
     Args:
         spares: memory from which checkpoints were written, for reuse by all snapshot buffers of the state.

@@ -11,7 +11,7 @@ from elastic.state.handlers.part import DictPart
 
 
 class LoaderStateHandler(DictPart):
-    """Handler of an `elastic.data.DataLoader`. Saves the epoch and the samples already used for training."""
+    """Handler of an `elastic.data.DataLoader`, which saves the epoch and the number of trained samples."""
 
     value: DataLoader
 

@@ -327,7 +327,7 @@ class CarriedPart(DictPart):
 
 
 class ShardsStateHandler(DictPart):
-    """Handler of an `elastic.Shards`. Saves the step number.
+    """Handler of an `elastic.Shards`, which saves the step number.
 
     The layout describes the arithmetic of this process, so that a worker whose results would not be bitwise identical
     is rejected before it joins.
@@ -371,7 +371,7 @@ class ShardsStateHandler(DictPart):
 
 
 class SamplerStateHandler(DictPart):
-    """Handler of an `ElasticSampler`. Saves its epoch and progress."""
+    """Handler of an `ElasticSampler`, which saves its epoch and progress."""
 
     def layout(self) -> list[str]:
         return [f"{self.name} {type(self.value).__name__} of {len(self.value.dataset)}"]

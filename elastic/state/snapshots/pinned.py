@@ -37,7 +37,7 @@ _given_up: list[mmap.mmap] = []  # never freed, because a hung device may still 
 
 
 class _Pages(mmap.mmap):
-    """Pinned memory mapping. Freed with the last tensor in it, once no copy from or to it is in flight."""
+    """Pinned memory mapping. It is freed with the last tensor in it, once no copy from or to it is in flight."""
 
     device: torch.device | None = None
     address = 0
@@ -181,7 +181,7 @@ class PinnedCopy:
 class DeviceStaging:
     """Device memory from which one commit is copied to the host.
 
-    Allocated once and reused. If device memory is short, nothing is allocated.
+    The memory is allocated once and reused. If device memory is short, no memory is allocated.
     """
 
     def __init__(self) -> None:
