@@ -15,8 +15,9 @@ aborted step may be used. Unless a side stream follows a collective, no operatio
 the collective has succeeded. After a side stream has followed one, parameters can contain such data, until the newest
 commit is restored. Commits never contain such data, because they call `settle` first.
 
-Requires TORCH_NCCL_ASYNC_ERROR_HANDLING=0; otherwise torch's watchdog ends the process when a communicator is aborted.
-This and other variables that torch and NCCL read are set at startup: `elastic.rendezvous.nccl_settings`.
+This module requires TORCH_NCCL_ASYNC_ERROR_HANDLING=0. Otherwise, torch's watchdog ends the process when a
+communicator is aborted. This and other variables that torch and NCCL read are set at startup:
+`elastic.rendezvous.nccl_settings`.
 """
 
 from __future__ import annotations

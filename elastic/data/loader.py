@@ -262,7 +262,11 @@ class DataLoader:
         return self._progress.state_dict(before_steps=self._look_for_steps())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a committed position."""
+        """Restore a committed position.
+
+        Args:
+            state: result of `state_dict` on any rank.
+        """
         self._leave()
         self._progress.load_state_dict(state)
         self._handed = []  # Uncommitted samples are trained again, on any rank.

@@ -122,7 +122,11 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore epoch and progress, and divide the remaining samples among the ranks of the current world."""
+        """Restore epoch and progress, and divide the remaining samples among the ranks of the current world.
+
+        Args:
+            state_dict: result of `state_dict` on any rank.
+        """
         self.epoch = state_dict["epoch"]
         self.processed_num = min(state_dict["processed_num"], len(self.dataset))
         self._trained = {}  # Uncommitted samples are trained again, on any rank.

@@ -19,7 +19,13 @@ def seed_of(purpose: str, *numbers: int) -> int:
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """Return the seed for loading one sample."""
+    """Return the 64-bit seed for loading one sample.
+
+    Args:
+        seed: seed of the loader.
+        epoch: number of the epoch, from 0.
+        index: index of the sample in the dataset.
+    """
     return seed_of("sample", seed, epoch, index)
 
 

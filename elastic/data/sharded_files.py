@@ -83,7 +83,14 @@ class ShardedFiles(Dataset[Any]):
         return self._indexed
 
     def epoch_order(self, seed: int, epoch: int) -> Any:
-        """Return the order for a loader with ``shuffle``, file by file: an int64 array of shape ``[samples]``."""
+        """Return the shuffled order of an epoch's samples, file by file.
+
+        Args:
+            seed, epoch: seed of the loader, and number of the epoch. Equal values give equal orders on every rank.
+
+        Returns:
+            An int64 array of shape ``[samples]`` with the index of each sample.
+        """
         pieces = []
         for number in shuffled(len(self.files), seed, epoch).tolist():
             length = self.lengths[number]

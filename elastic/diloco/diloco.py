@@ -680,7 +680,11 @@ class DiLoCo:
                     self.inner[i].add_(self.outer[i] - before[i])
 
     def adopt(self, fragment: int) -> None:
-        """Complete a merge that contains the change of this island, after this rank received the outer parameters."""
+        """Complete a merge that contains the change of this island, after this rank received the outer parameters.
+
+        Args:
+            fragment: index of the merged fragment.
+        """
         if self._residuals:
             number, errors = self._sent_residual or (-1, self._residuals[fragment])
             # Errors that were sent in a step that was later rolled back must not be sent twice.
@@ -720,9 +724,13 @@ class DiLoCo:
         self._run(self.rounds.enter(_world_of(rt), self._islands(rt)))
 
     def take_shared(self, values: dict[str, Any]) -> dict[int, bool]:
-        """Set the counters to the result of another rank's `Rounds.shared`.
+        """Set the counters to the values that `Rounds.shared` returned on another rank.
 
-        Return the result of `Rounds.take_shared`.
+        Args:
+            values: the values from the other rank.
+
+        Returns:
+            The fragments that only the other rank had merged, and whether each merge lacks the change of this island.
         """
         self._in_flight, self._exchange = [], None
         return self.rounds.take_shared(values)
@@ -744,7 +752,11 @@ class DiLoCo:
         }
 
     def take_own_state(self, state: dict[str, Any]) -> None:
-        """Restore copies from `own_state`, and clear gradients."""
+        """Restore the state that `own_state` returned, and clear gradients.
+
+        Args:
+            state: result of `own_state`.
+        """
         self.rounds.take_own(state["counts"])
         self._residuals = list(state["residuals"])
         with torch.no_grad():
@@ -773,6 +785,9 @@ class LocalSGD(DiLoCo):
 
     This is `DiLoCo` with an outer SGD of learning rate 1 without momentum. Without ``optimizer``, commits do not
     contain the state of the optimizer.
+
+    Args:
+        model, optimizer, every, dtype: see `DiLoCo`.
 
     Example::
 

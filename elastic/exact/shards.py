@@ -246,7 +246,7 @@ class Shards:
         return runtime.generation == self._begun_in and self._begun_with() is runtime
 
     def began_with(self, runtime: Context) -> bool:
-        """Return whether the last loop over a step's shards began in this job."""
+        """Return whether the last loop over a step's shards began under ``runtime``."""
         return self._begun_with is not None and self._begun_with() is runtime
 
     @property
@@ -255,9 +255,13 @@ class Shards:
         return self._present
 
     def begin_step(self) -> tuple[int, ...]:
-        """Start a step, for frameworks with their own loop, and return this rank's shards.
+        """Start a step, for frameworks with their own loop. Call `begin_shard` for each shard, then `end_step`.
 
-        Call `begin_shard` for each shard, then `end_step`.
+        Returns:
+            The indices of this rank's shards, in the order in which to compute them.
+
+        Raises:
+            Invalid: the last loop over the shards ended early, or the number of torch's threads has changed.
         """
         generation = getattr(lifecycle.active(), "generation", 0)
         if self._present is not None and generation == self._begun_in:
@@ -282,7 +286,14 @@ class Shards:
         return step.held[step.rank]
 
     def begin_shard(self, shard: int) -> None:
-        """Start a shard and seed the random generators for it. The next shard, or the end of the step, ends it."""
+        """Start a shard and seed the random generators for it. The next shard, or the end of the step, ends it.
+
+        Args:
+            shard: index of the shard.
+
+        Raises:
+            Invalid: this rank must compute another shard first, or no step was started.
+        """
         step = self._under_way()
         own = step.merges
         if self._done == len(own) or own[self._done].shard != shard:
@@ -410,9 +421,12 @@ class Shards:
     # ---- sums over shards ----------------------------------------------------------------------------------------
 
     def mean(self, values: Sequence[float | torch.Tensor]) -> float:
-        """Average one number per shard, such as a loss, over all shards. Bitwise equal in every world.
+        """Return the mean of one number per shard, such as a loss, over all shards. It is bitwise equal in every world.
 
-        Raises the same errors as `means`.
+        Args:
+            values: one number per shard of this rank, in the order of the shards.
+
+        Errors are those of `means`.
         """
         return self.means(value=values)["value"]
 
@@ -510,7 +524,14 @@ class Shards:
         return list(self._served)
 
     def check_workers(self, least: int) -> None:
-        """Raise Invalid if even the smallest possible world has more workers than shards."""
+        """Check that every world has at least one shard per worker.
+
+        Args:
+            least: smallest number of workers of the job (``--min-np``).
+
+        Raises:
+            Invalid: there are fewer shards than ``least``.
+        """
         if self.count < least:
             raise Invalid(
                 f"Shards({self.count}) has fewer shards than --min-np {least}, so some workers would compute"
@@ -648,7 +669,11 @@ class Shards:
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
     def computes_differently(self, differs: str) -> None:
-        """Record that ranks with different arithmetic were admitted, and log the first step that is not exact."""
+        """Record that ranks with different arithmetic were admitted, and log the first step that is not exact.
+
+        Args:
+            differs: description of the difference, for the log.
+        """
         if self.inexact_since is None:
             self.inexact_since = self.step
         log.warning(

@@ -60,7 +60,12 @@ class VoteResult(NamedTuple):
 def unit(held: Held, share: float) -> int:
     """Return the number of shards that are checked in the same step.
 
-    The result is the number of ranks that have shards, or 1 if ``share`` is large.
+    The result is the number of ranks with shards if fewer shards than that are checked per step on average, and 1
+    otherwise.
+
+    Args:
+        held: shards of each rank.
+        share: fraction of the shards of a step that are checked on average.
     """
     owners = sum(map(bool, held))
     return owners if share * sum(map(len, held)) < owners else 1

@@ -183,7 +183,14 @@ class Verifier:
     def _recheck(
         self, odd: Sequence[Conspicuous], step: ShardStep, generation: int
     ) -> Generator[int, None, dict[ShardCheck, list[Computed]]]:
-        """Yield those shards with conspicuous gradients that this rank computes again."""
+        """Compute shards with conspicuous gradients a second time, each on another rank. Collective.
+
+        Yields:
+            The shards that this rank computes again.
+
+        Returns:
+            For each checked shard, the results of its owner and of the second rank.
+        """
         found = [(rank, each.shard) for rank, each in enumerate(odd) if each.shard >= 0]
         again = verification.rechecks(found, len(step.held), self._seed, generation, step.number)
         self._limits = {each.shard: verification.limit(each.usual) for each in odd}

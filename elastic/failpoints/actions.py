@@ -34,7 +34,10 @@ TURNS_PER_S = 100_000_000  # approximate number of iterations per second of an e
 
 
 def strike(rule: Rule, facts: Mapping[str, str], file: Path | None) -> None:
-    """Perform the action of a rule, unless enough processes have already been hit. May not return."""
+    """Perform the action of a rule, unless enough processes have already been hit.
+
+    This function does not return if the action ends the process.
+    """
     if file is not None and not _claim(rule, facts, file):
         return
     print(f"elastic: failpoint {rule.place}: {rule.action}", file=sys.stderr, flush=True)

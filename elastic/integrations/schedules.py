@@ -80,7 +80,7 @@ class ScheduleLengthChange:
         return {"first": self.first, "warned": self.warned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the numbers, unless the state was saved before any was recorded."""
+        """Restore the result of `state_dict`, unless no number of steps was recorded when it was saved."""
         if state["first"] is not None:
             self.first, self.warned = state["first"], state["warned"]
 

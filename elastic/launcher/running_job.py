@@ -66,9 +66,13 @@ class Job:
         return state
 
     def scale(self, workers: int) -> str:
-        """Request a different number of workers. Return a description of the expected outcome.
+        """Request a different number of workers, without waiting for the change. `status` shows the actual number.
 
-        This method does not wait for the change. `status` shows the actual number.
+        Args:
+            workers: requested number of workers.
+
+        Returns:
+            A description of the expected outcome.
         """
         from elastic.driver.job.operator_api.messages import AskScale
 
@@ -78,17 +82,24 @@ class Job:
         """Drain a host: start no new workers on it, and remove its workers if enough workers remain on other hosts.
 
         Args:
+            host: name of the host.
             off: whether to end the drain, so that workers may be started on the host again.
+
+        Returns:
+            A description of the expected outcome.
         """
         from elastic.driver.job.operator_api.messages import AskDrain
 
         return self._ask(AskDrain, host, off)[0]
 
     def remove(self, worker: int | str) -> str:
-        """Remove a worker at its next commit.
+        """Remove a worker at its next commit, without waiting for the commit.
 
         Args:
             worker: rank, or ``"host:slot"``.
+
+        Returns:
+            A description of the expected outcome.
         """
         from elastic.driver.job.operator_api.messages import AskRemove
 
@@ -97,13 +108,15 @@ class Job:
     def stacks(
         self, worker: int | str | None = None, *, all_threads: bool = False
     ) -> dict[str, str]:
-        """Return Python stacks of one worker, or of the first eight ranks, as a dict by ``"host:slot#start"``.
-
-        Each stack is that of the thread that called ``init()``, and starts with ``Training thread``.
+        """Return Python stacks of one worker, or of the first eight ranks.
 
         Args:
-            worker: rank, or ``"host:slot"``.
+            worker: rank, or ``"host:slot"``. None means the first eight ranks.
             all_threads: whether to also return the stacks of the other Python threads, each with a header.
+
+        Returns:
+            A dict from the worker's name, ``"host:slot#start"``, to the stack of the thread that called ``init()``. The
+            stack starts with ``Training thread``.
         """
         from elastic.driver.job.operator_api.messages import AskStacks
 
@@ -128,7 +141,11 @@ class Job:
         return [(at, level, who, text) for at, level, who, text in lines]
 
     def stop(self) -> str:
-        """Stop the job, like SIGTERM to its driver. A second call stops it immediately."""
+        """Stop the job, like SIGTERM to its driver. A second call stops it immediately.
+
+        Returns:
+            A description of the expected outcome.
+        """
         from elastic.driver.job.operator_api.messages import AskStop
 
         return self._ask(AskStop)[0]

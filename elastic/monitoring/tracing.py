@@ -257,12 +257,15 @@ class _Writing:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Start writing a timeline to a file. ``mark_cycles`` adds an instant for every negotiation cycle.
+    """Start writing a timeline of all workers to one file. The call returns when the file exists.
 
-    One file contains all workers of the job, so one rank's call is enough. If several ranks call, the first call
-    determines the file. Under ``elasticrun`` the path is on the driver's host. A relative path is resolved against this
-    worker's working directory. The call returns when the file exists. HOROVOD_TIMELINE does not need to be set, not
-    even to ``DYNAMIC``.
+    One rank's call is enough. If several ranks call, the first call determines the file. HOROVOD_TIMELINE does not need
+    to be set, not even to ``DYNAMIC``.
+
+    Args:
+        file_path: path of the file, on the driver's host under ``elasticrun``. A relative path is resolved against this
+            worker's working directory.
+        mark_cycles: whether to add an instant for every negotiation cycle.
 
     Raises:
         NotInitialized: (a ValueError) ``init()`` was not called.

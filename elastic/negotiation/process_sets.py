@@ -230,10 +230,13 @@ def begin(sets: Sequence[ProcessSet], dynamic: bool) -> None:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a set, or a list of ranks, and return the set. Collective over all ranks of the world.
+    """Register a set and return it. Collective over all ranks of the world.
 
     A set that was registered before the last change of the world is returned unchanged: training functions restart
     after a change, and survivors then repeat the call that a new worker makes for the first time.
+
+    Args:
+        process_set: a `ProcessSet`, or the ranks of a new one.
 
     Raises:
         Invalid: (a ValueError) dynamic process sets are not enabled (``init(process_sets="dynamic")``), a rank does not
@@ -251,6 +254,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set, which then can't be used any more. Collective over all ranks of the world.
+
+    Args:
+        process_set: a set that `add_process_set` or ``init()`` has registered.
 
     Returns:
         True if the set was registered. False if it was not, and for ``global_process_set``, which cannot be removed.

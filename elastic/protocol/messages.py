@@ -164,7 +164,7 @@ class Place(Value):
 
     @property
     def several_hosts(self) -> bool:
-        """Whether the world spans several hosts. Equal on all ranks, unlike ``cross_size``."""
+        """Whether the world spans several hosts. The value is equal on all ranks, unlike ``cross_size``."""
         return self.local_size < self.size
 
 

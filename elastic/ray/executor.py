@@ -126,6 +126,13 @@ def attach(
 
     The result can be read only once. Afterwards, another job can use the name.
 
+    Args:
+        job: name of the job.
+        on_report, on_output: see `run`.
+
+    Returns:
+        The return values and the last reports of the workers, by rank.
+
     Raises:
         Invalid: no detached job has this name.
         JobFailed: the job failed.
@@ -221,8 +228,14 @@ class Executor:
     ) -> None:
         """Reserve the resources, and start the workers unless the executor is elastic.
 
+        Args:
+            executable_cls: class that each worker instantiates for `execute`. None creates no instance.
+            executable_args, executable_kwargs: arguments of ``executable_cls``.
+            extra_env_vars: variables to add to the workers' environment.
+
         Raises:
-            Invalid: the executor was already started, or the cluster cannot provide the resources.
+            Invalid: the executor was already started, ``executable_cls`` was passed to an elastic executor, or the
+                cluster cannot provide the resources.
             JobFailed: a worker failed while it started.
         """
         if self._follower is not None:

@@ -41,7 +41,7 @@ class UpdateBatch(NamedTuple):
 
 
 class JobUpdates:
-    """Buffer of output and reports. Must be created in the event loop."""
+    """Buffer of output and reports. Create it in the event loop that reads it."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self.source = uuid.uuid4().hex

@@ -14,8 +14,10 @@ from elastic.ray.arguments import WorkerRequest
 def spread(wanted: WorkerRequest) -> WorkerRequest:
     """Reserve a placement group, and return a request that uses it. Free the group with `give_back`.
 
-    May wait for other jobs to release resources. Raises Invalid if the workers of a host need a fraction of a GPU in
-    total.
+    This function may wait for other jobs to release resources.
+
+    Raises:
+        Invalid: the workers of a host need a fraction of a GPU in total.
     """
     assert wanted.hosts is not None
     each = wanted.np // wanted.hosts

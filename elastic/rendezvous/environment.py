@@ -248,7 +248,7 @@ def launched_timeout_s(
 
 
 def gpus_are_shared(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether NCCL_MULTI_RANK_GPU_ENABLE permits several ranks on one GPU. Requires NCCL 2.30 or later."""
+    """Return whether NCCL_MULTI_RANK_GPU_ENABLE permits several ranks on one GPU, which requires NCCL 2.30 or later."""
     env = os.environ if environ is None else environ
     return switch(env, "NCCL_MULTI_RANK_GPU_ENABLE")
 

@@ -25,7 +25,7 @@ LOOK_S = 0.01
 
 
 class Departure:
-    """Detector of errors that occur because this worker is leaving. Must be used in the training thread.
+    """Detector of errors that occur because this worker is leaving. Only the training thread may use it.
 
     Args:
         session: this worker's session.

@@ -283,7 +283,7 @@ class Recovery:
         self.again = True
 
     def trained_again(self) -> None:
-        """End a second or later training."""
+        """Record the end of a second or later training."""
         self.again = self.phase is Phase.BROKEN
 
     @property

@@ -181,7 +181,13 @@ def sizes(
 ) -> tuple[int, int, int]:
     """Return the initial, minimum and maximum number of workers.
 
-    Raises Invalid if the arguments contradict each other.
+    Args:
+        num_proc, least, most: arguments ``num_proc``, ``min_num_proc`` and ``max_num_proc`` of `run`.
+        parallelism: initial number of workers if ``num_proc`` is None, unless ``least`` or ``most`` requires another
+            number.
+
+    Raises:
+        Invalid: the arguments contradict each other, or one is not a positive integer.
     """
     given = {"num_proc": num_proc, "min_num_proc": least, "max_num_proc": most}
     for name, count in given.items():

@@ -1,4 +1,4 @@
-"""Checks that a state with shards contains all values that are needed to resume a run exactly."""
+"""Verification that a state with shards contains all values that are needed to resume a run exactly."""
 
 from __future__ import annotations
 

@@ -65,7 +65,11 @@ class State:
     # ---- interface for scripts -------------------------------------------------------------------
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Register functions to call in order, without arguments, after every change of the world."""
+        """Register functions that are called after every change of the world, in the order of registration.
+
+        Args:
+            callbacks: functions without arguments.
+        """
         self._reset_callbacks.extend(callbacks)
 
     def _steps_taken(self) -> int | None:
@@ -430,7 +434,9 @@ class ObjectState(State):
         group_on: GroupOn | None = None,
         keeps: bool = False,
     ) -> int:
-        """Send the values of rank ``root`` to the other ranks.
+        """Send the values of rank ``root`` of the group to the other ranks, without saving them.
+
+        Arguments and result are those of `State.transfer`.
 
         Raises:
             StateMismatch: a receiver cannot read the values. Raised on this receiver.

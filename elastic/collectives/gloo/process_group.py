@@ -131,6 +131,9 @@ class GlooCollectives:
         """Block until this rank is connected to every other rank.
 
         Args:
+            store: store through which the ranks exchange addresses.
+            purpose: key in the store, equal on all ranks.
+            bind_host: address on which this rank listens.
             word: caller's data to publish with this rank's address.
             heard: called in another thread with the data of all ranks, by rank, before any connection is made. If it
                 raises, no connection is made.

@@ -54,7 +54,9 @@ class BackwardEndListener(Protocol):
     number: int  # sort key for the order of the calls, equal on all ranks
 
     def backward_ended(self, inner: bool) -> None:
-        """Handle the end of a backward pass. May communicate with other ranks, but must not wait for their gradients.
+        """Handle the end of a backward pass.
+
+        This method may communicate with other ranks, but must not wait for their gradients.
 
         Args:
             inner: whether the pass ran within another backward pass, as with re-entrant checkpointing.

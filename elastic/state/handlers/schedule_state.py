@@ -1,6 +1,6 @@
 """Handler of learning rate schedulers.
 
-Checks that a schedule's functions of the step are equal on this worker and the sender of the state.
+The handler checks that a schedule's functions of the step are equal on this worker and on the sender of the state.
 ``LambdaLR.state_dict()`` does not contain the functions. A joining worker creates its own, possibly from a number of
 steps that was computed for another world size. Without this check, ranks with different learning rates would diverge
 silently.
