@@ -187,7 +187,13 @@ class DataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Start an epoch, or continue it if it is the current one.
 
-        Call this before each epoch, as with torch's ``DistributedSampler``.
+        Call this method before each epoch, as with torch's ``DistributedSampler``.
+
+        Args:
+            epoch: number of the epoch, from 0.
+
+        Raises:
+            Invalid: ``epoch`` is negative.
         """
         wanted = operator.index(epoch)
         if wanted < 0:

@@ -29,7 +29,10 @@ def broadcast_variables(
 ) -> None:
     """Overwrite Keras variables with those of rank ``root_rank``.
 
-    See `elastic.api.broadcasting.broadcast_parameters`.
+    Args:
+        variables: Keras variables, in the same order and with the same shapes and dtypes on every rank.
+        root_rank: rank in the world, also if ``process_set`` is given.
+        process_set: see `elastic.api.ops`.
 
     Raises:
         ValueError: ``root_rank`` is not a rank of the process set.

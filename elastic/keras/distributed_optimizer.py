@@ -100,9 +100,17 @@ def DistributedOptimizer(
 def PartialDistributedOptimizer(
     optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any
 ) -> Any:
-    """Make a Keras optimizer distributed, except for the variables of ``local_layers``, one layer or several.
+    """Make a Keras optimizer distributed, but do not reduce the gradients of local layers.
 
-    These variables belong to this rank, and their gradients are not reduced. See `DistributedOptimizer`.
+    Args:
+        optimizer, args, kwargs: arguments of `DistributedOptimizer`.
+        local_layers: a Keras layer, or a list of layers, whose variables belong to this rank.
+
+    Returns:
+        The distributed optimizer.
+
+    Raises:
+        Invalid: ``local_layers`` contains an object that is not a Keras layer, or another argument is invalid.
     """
     made = DistributedOptimizer(optimizer, *args, **kwargs)
     layers = [] if local_layers is None else local_layers

@@ -16,6 +16,8 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
 
     Like `elastic.run`, the decorated function recovers from lost workers. It also recovers from the errors that
     compiled steps raise for failed collectives.
+
+    Arguments, result and errors are those of `elastic.run`.
     """
     match tensors.backend():
         case "tensorflow":

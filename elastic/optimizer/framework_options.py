@@ -48,8 +48,11 @@ def checked(
 ) -> GradientOptions:
     """Validate the options of a tape or optimizer, and return them.
 
-    ``groups``, a number or lists of variables, is validated but has no effect, because all gradients of a step are
-    reduced together.
+    Args:
+        op, compression, sparse_as_dense, gradient_predivide_factor, process_set, scale_local_gradients: see
+            `GradientOptions`.
+        groups: a number of groups, or lists of variables. It is validated but has no effect, because all gradients of a
+            step are reduced together.
 
     Raises:
         Invalid: an option has an invalid value.

@@ -341,7 +341,8 @@ class Executor:
         """Start ``fn(*args, **kwargs)`` on every worker, and return Ray references to the results immediately.
 
         Raises:
-            Invalid: the executor is elastic.
+            Invalid: the executor was not started.
+            NotImplementedError: the executor is elastic.
         """
         self._need_start("run_remote", fn)
         self._need_static("run_remote")
@@ -350,14 +351,24 @@ class Executor:
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call ``fn(instance)`` on every worker, with the worker's instance of ``executable_cls``.
 
-        Return the results by rank.
+        Returns:
+            The results, by rank.
+
+        Raises:
+            Invalid: the executor was not started.
+            NotImplementedError: the executor is elastic.
+            JobFailed: the job failed.
+            Exception: raised by ``fn`` on a worker, and raised again here.
         """
         self._need_start("execute", fn)
         self._need_static("execute")
         return self._call(call_results.EXECUTE, fn)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Call ``fn(instance)`` only on the worker with rank 0, and return the result."""
+        """Call ``fn(instance)`` only on the worker with rank 0, and return the result.
+
+        Errors are those of `execute`.
+        """
         self._need_start("execute_single", fn)
         self._need_static("execute_single")
         return self._call(call_results.EXECUTE, fn, ranks=(0,))[0]

@@ -567,7 +567,11 @@ def local_rank_op(name: str | None = None) -> tf.Tensor:
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Return 1 if this rank belongs to the process set, else 0. See `size_op`."""
+    """Return an int32 tensor that is 1 if this rank belongs to the process set, and otherwise 0.
+
+    Args:
+        process_set_id, name: see `size_op`.
+    """
     return bridge.asked(lambda: process_set_by_id(process_set_id).included(), name or "included")
 
 

@@ -16,7 +16,10 @@ Value = TypeVar("Value")
 
 
 def run(func: Callable[..., Value]) -> Callable[..., Value]:
-    """Wrap a training function like `elastic.run_loop.run`, and also recover from errors of collectives in graphs."""
+    """Wrap a training function like `elastic.run_loop.run`, and also recover from errors of collectives in graphs.
+
+    Arguments, result and errors are those of `elastic.run_loop.run`.
+    """
     if not callable(func):
         raise Invalid(f"elastic.run got a {type(func).__name__}: decorate a function")
 

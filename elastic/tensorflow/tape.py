@@ -33,7 +33,17 @@ class DistributedTape:
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """Return the gradients of ``tf.GradientTape.gradient``, reduced over all ranks."""
+        """Compute gradients like ``tf.GradientTape.gradient``, and reduce them over all ranks.
+
+        Args:
+            target, sources, output_gradients, unconnected_gradients: see ``tf.GradientTape.gradient``.
+
+        Returns:
+            The reduced gradients, in the structure of ``sources``.
+
+        Raises:
+            PeerLost: a worker was lost.
+        """
         found = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
         flat = tf.nest.flatten(found)
         local = [id(_own(each)) in self._local_sources for each in tf.nest.flatten(sources)]
@@ -113,9 +123,12 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Wrap a tape like `DistributedGradientTape`, but exclude the variables of ``local_layers``, one layer or several.
+    """Wrap a tape like `DistributedGradientTape`, but do not reduce the gradients of local layers.
 
-    These variables belong to this rank, and their gradients are not reduced.
+    Args:
+        local_layers: a Keras layer, or a list of layers, whose variables belong to this rank.
+
+    Other arguments and errors are those of `DistributedGradientTape`.
     """
     given = dict(locals())
     del given["local_layers"]

@@ -89,9 +89,13 @@ def distribute(
     """Wrap a TensorFlow 1 optimizer in `DistributedV1`.
 
     Args:
+        optimizer: optimizer to wrap.
+        name, use_locking: arguments of ``tf.compat.v1.train.Optimizer``.
         passes, average: see `GradientAggregation`.
+        options: options of the reduction.
 
-    Raises Invalid if the optimizer is already wrapped.
+    Raises:
+        Invalid: the optimizer is already wrapped.
     """
     if isinstance(optimizer, DistributedV1):
         raise Invalid(

@@ -20,10 +20,12 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> tf.Operation | None:
-    """Overwrite variables with the values of rank ``root_rank`` of the world. The values are sent packed.
+    """Overwrite variables with the values of rank ``root_rank``. The values are sent packed.
 
     Args:
         variables: TensorFlow or Keras variables, in the same order and with the same shapes and dtypes on every rank.
+        root_rank: rank in the world, also if ``process_set`` is given.
+        process_set: see `elastic.api.ops`.
         inplace: ignored.
 
     Returns:
@@ -110,7 +112,11 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Return a function that takes an object and calls `broadcast_object` with these arguments."""
+    """Return a function that takes an object and broadcasts it like `broadcast_object`.
+
+    Args:
+        root_rank, session, name, process_set: arguments of `broadcast_object`.
+    """
     return lambda obj: broadcasting.broadcast_object(obj, root_rank, name, process_set)
 
 

@@ -5,11 +5,12 @@ For two vectors a and b::
     Adasum(a, b) = (1 - a.b / 2|a|^2) a  +  (1 - a.b / 2|b|^2) b
 
 The Adasum of equal vectors is that vector, like an average. The Adasum of orthogonal vectors is their sum. More
-vectors are combined in pairs: with 4 ranks, Adasum(Adasum(0, 1), Adasum(2, 3)). From Maleki et al., "Scaling
-Distributed Training with Adaptive Summation", MLSys 2021, arXiv 2006.02924, implemented as in its algorithm 1,
-by recursive vector halving and distance doubling. At level k, two ranks that differ in bit k swap halves of the
-slice that both hold, so a rank sends and computes on 1/2, 1/4, 1/8 .. of the vector; at the end, all ranks
-gather the finished slices. The dot products of a slice are only partial. The ranks of a block of 2^(k+1), which
+vectors are combined in pairs: with 4 ranks, Adasum(Adasum(0, 1), Adasum(2, 3)).
+
+The implementation follows algorithm 1 of Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys
+2021, arXiv 2006.02924: recursive vector halving and distance doubling. At level k, two ranks that differ in bit k swap
+halves of the slice that both hold, so a rank sends and computes on 1/2, 1/4, 1/8 .. of the vector. At the end, all
+ranks gather the finished slices. The dot products of a slice are only partial. The ranks of a block of 2^(k+1), which
 together hold whole vectors, add them up. The number of bytes sent equals that of an allreduce.
 
 The caller decides when to reduce, and provides the group.
