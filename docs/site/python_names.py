@@ -59,7 +59,8 @@ GROUPS = (
                     torch.cuda.set_device(elastic.local_rank())
                 hosts = elastic.cross_size()  # number of hosts with a worker of this local rank
                 assert elastic.cross_rank() < hosts and elastic.local_size() >= 1
-                assert elastic.is_homogeneous() in (True, False)  # whether all hosts have the same number of workers
+                # whether all hosts have the same number of workers
+                assert elastic.is_homogeneous() in (True, False)
                 """,
             ),
         ),
