@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 import msgspec
 
 from elastic.driver import events
 from elastic.driver.journal.entries import entry_of
+from elastic.driver.journal.segment_files import older_segments
 from elastic.driver.monitoring.job_view import JobView, ViewReader
 from elastic.protocol.messages import Commit, Worker
 
@@ -110,25 +112,47 @@ class JournalTail(Generic[S]):
     """Reader of the entries that were appended to a journal since the last call of `look`.
 
     The file may not exist yet. Lines that are not entries are ignored. An incomplete last line is not processed, and is
-    read again at the next call.
+    read again at the next call. If the driver begins a new segment, the rest of the previous ones is read first.
     """
 
     def __init__(self, path: Path, story: S) -> None:
         self.story = story
         self._path = path
         self._offset = 0  # offset of the first unprocessed line
+        self._segment: os.stat_result | None = None  # the file to which the offset belongs
 
     def look(self) -> S:
         """Process all complete lines that were appended since the last call. Return the updated state."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(self._offset)
-            rest = b""
-            while data := file.read(CHUNK):
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    self._offset += len(line) + 1
-                    self._hear(line)
+            found = os.fstat(file.fileno())
+            if self._segment is not None and not os.path.samestat(self._segment, found):
+                self._finish_older(self._segment, found)
+            self._segment = found
+            self._read(file)
         return self.story
+
+    def _finish_older(self, begun: os.stat_result, current: os.stat_result) -> None:
+        """Read the rest of the segment ``begun``, and all segments between it and ``current``."""
+        reads = False
+        for path in older_segments(self._path).values():
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if os.path.samestat(found, current):
+                    break
+                reads = reads or os.path.samestat(found, begun)
+                if reads:
+                    self._read(file)
+                    self._offset = 0
+        self._offset = 0
+
+    def _read(self, file: BinaryIO) -> None:
+        file.seek(self._offset)
+        rest = b""
+        while data := file.read(CHUNK):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._offset += len(line) + 1
+                self._hear(line)
 
     def _hear(self, line: bytes) -> None:
         with contextlib.suppress(msgspec.MsgspecError):

@@ -19,6 +19,7 @@ from elastic.driver.journal.resume import to_go_on_with, writer_here
 from elastic.driver.launch.local import LocalLauncher
 from elastic.driver.launch.standard_input import check_stdin
 from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.snapshot import take_snapshot
 from elastic.driver.network.choose_address import is_loopback
 from elastic.driver.network.control_server import WORKERS, ControlServer
 from elastic.driver.network.hosts import ThisHost
@@ -108,7 +109,11 @@ async def _alone(
         discovery = listed_hosts(job, membership.workers_max)
     journal = Journal()
     if job.journal:
-        warned = SnapshotPolicy(failed=lambda text: console("warning", text))
+        policy = SnapshotPolicy(
+            take=lambda: take_snapshot(membership),
+            resumable=False,
+            failed=lambda text: console("warning", text),
+        )
         archive = FileArchive(Path(job.journal))
         fresh = job.fleet is not None and job.fleet.fresh
         past = await archive.past() if archive.outlives() and not fresh else None
@@ -120,7 +125,7 @@ async def _alone(
                 job.settings, command=readable(job.command), writer=writer_here(), begins=job.begins
             ),
             0,
-            warned,
+            policy,
         )
     secret = secrets.token_bytes(32)
     bind = job.bind or alone_address(())

@@ -458,7 +458,8 @@ class _Run:
         if archive is None:
             return Journal()
         policy = SnapshotPolicy(
-            take=(lambda: snapshot.take_snapshot(self.membership)) if self.plan.outlived else None,
+            take=lambda: snapshot.take_snapshot(self.membership),
+            resumable=self.plan.outlived,
             failed=lambda text: self.log("warning", text),
             suits=self._none_waiting,
         )
@@ -478,7 +479,7 @@ class _Run:
             at = writer.at if self.past is None else max(self.past.last_at, writer.at)
             state = None if self.past is None else snapshot.take_snapshot(self.membership)
             file = FileArchive(Path(self.job.journal))
-            copy = await copied_to(file, header, state, at, failed=policy.failed)
+            copy = await copied_to(file, header, state, at, policy)
         if self.past is not None:
             journal = await archive.go_on(self.past, writer, policy)
         else:

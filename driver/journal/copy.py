@@ -5,7 +5,7 @@ The copy begins with the entries of this driver. The next driver resumes from th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 from elastic.driver.journal.entries import Entry, Header
 from elastic.driver.journal.file import FileArchive, FileJournal
@@ -14,12 +14,7 @@ from elastic.driver.reasons import Reason
 
 
 async def copied_to(
-    file: FileArchive,
-    header: Header,
-    state: bytes | None,
-    at: float,
-    *,
-    failed: Callable[[str], None],
+    file: FileArchive, header: Header, state: bytes | None, at: float, policy: SnapshotPolicy
 ) -> FileJournal:
     """Create a local copy without entries, to which the journal's entries will be written.
 
@@ -28,13 +23,13 @@ async def copied_to(
         header: header of the journal.
         state: snapshot of the state at the end of the previous driver, or None if this is the first driver.
         at: time of the snapshot, in seconds.
-        failed: called if the copy can no longer be written.
+        policy: policy of the journal. The copy takes a snapshot only when it begins a new segment.
 
     Raises:
         Invalid: the file contains something other than a journal.
     """
     await file.past()
-    copy = await file.begin(header, SnapshotPolicy(failed=failed))
+    copy = await file.begin(header, replace(policy, resumable=False))
     if state is not None:
         copy.keep_snapshot(state, at)
     return copy
@@ -61,6 +56,7 @@ class JournalCopy(Journal):
 
     async def rest(self) -> None:
         await self._first.rest()
+        await self._copy.rest()
 
     def story(self, last: int = RING) -> str:
         return self._first.story(last)

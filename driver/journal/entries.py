@@ -67,6 +67,8 @@ class Header(msgspec.Struct, frozen=True):
     writer: Writer = Writer()
     # start checkpoint; None if the job has none, or if an earlier version wrote the journal
     begins: StartCheckpoint | None = None
+    # number of this file among the segments of the job's journal; see `segment_files`
+    segment: int = 1
 
     def checked(self) -> Settings:
         """Return the settings in the header, without the values of additional environment variables.

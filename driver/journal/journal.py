@@ -12,11 +12,12 @@ the replay agrees.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -38,6 +39,7 @@ from elastic.driver.journal.entries import (
     same,
 )
 from elastic.driver.journal.recovered_job import RecoveredJob
+from elastic.driver.journal.segment_files import opened_older
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import SnapshotError, restore_snapshot
 from elastic.driver.reasons import Reason
@@ -69,6 +71,8 @@ class SnapshotPolicy:
 
     Args:
         take: function that returns a snapshot of the state after the latest entry. None means no snapshots.
+        resumable: whether a driver may resume from the journal. If not, a journal in a file takes a snapshot only when
+            it begins a new segment, and other journals take none.
         snapshot_every: minimum number of entries between snapshots.
         failed: called once if the journal can no longer be written, for example because the disk is full. The job
             continues.
@@ -76,6 +80,7 @@ class SnapshotPolicy:
     """
 
     take: Callable[[], bytes] | None = None
+    resumable: bool = True
     snapshot_every: int = SNAPSHOT_EVERY
     failed: Callable[[str], None] = lambda text: None
     suits: Callable[[], bool] = lambda: True
@@ -93,6 +98,7 @@ class Journal:
         policy = policy or SnapshotPolicy()
         self.failed = policy.failed
         self.take = policy.take
+        self._resumable = policy.resumable
         self._every = policy.snapshot_every
         self._suits = policy.suits
         self._entries = entries  # number of entries since the last snapshot
@@ -165,22 +171,30 @@ class Journal:
         """Store a snapshot of the state after the last entry."""
 
     def _due(self, patience: int) -> bool:
-        if self.take is None or self._entries < patience * self._every:
+        if self.take is None or not self._resumable or self._entries < patience * self._every:
             return False
         return self._bytes >= patience * self._snapshot_bytes
 
     def _snapshot(self) -> None:
+        data = self._taken()
+        if data is not None:
+            self._count_from_snapshot(data)
+            self.keep_snapshot(data, self._ring[-1].at)
+
+    def _taken(self) -> bytes | None:
+        """Return a snapshot of the state after the last entry, or None if it cannot be taken."""
         assert self.take is not None
         try:
-            data = self.take()
+            return self.take()
         # This is a bug, but the job can continue: without a snapshot, resuming only takes longer.
         except SnapshotError as error:
             self.take = None
             self.failed(f"the journal gets no more snapshots: {error}")
-            return
+            return None
+
+    def _count_from_snapshot(self, data: bytes) -> None:
         self._entries = self._bytes = 0
         self._snapshot_bytes = len(data)
-        self.keep_snapshot(data, self._ring[-1].at)
 
 
 class Archive(Protocol):
@@ -210,7 +224,10 @@ class Archive(Protocol):
 
 @dataclass(frozen=True)
 class Recording:
-    """Content of a journal with line numbers. ``start`` is set if the journal is a copy that begins in mid-job."""
+    """Content of a journal with line numbers, which continue from each segment to the next.
+
+    ``start`` is set if the journal begins in mid-job, because it is a copy or its oldest segments were deleted.
+    """
 
     header: Header
     settings: Settings
@@ -220,42 +237,52 @@ class Recording:
 
 
 def recording(path: Path) -> Recording:
-    """Read a journal. A last line that was truncated by a crash is ignored.
+    """Read a journal with its older segments. A last line that was truncated by a crash is ignored.
 
     Raises:
         Invalid: the file is not a journal.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise Invalid(
-            f"the journal {str(path)!r} can't be read: {error.strerror}. Pass a readable file"
-        ) from error
-    torn = lines.pop()
-    try:
-        header = decoded_header(lines[0] if lines else torn)
-        settings = header.checked()
-    except (msgspec.MsgspecError, UnicodeError, Invalid) as error:
-        raise Invalid(
-            f"{str(path)!r} can't be read as a journal: {error}. Pass a journal that elasticrun --journal wrote"
-        ) from error
-    entries: list[tuple[int, Entry]] = []
-    takeovers: list[tuple[int, Writer]] = []
-    start: Snapshot | None = None
-    for number, text in enumerate(lines[1:], start=2):
+    with contextlib.ExitStack() as opened:
         try:
-            match decoded(text):
-                case Entry() as entry:
-                    entries.append((number, entry))
-                case Resumed(writer):
-                    takeovers.append((number, writer))
-                case Snapshot() as snapshot if number == 2:
-                    start = snapshot
-        except (msgspec.MsgspecError, UnicodeError) as error:
+            current = opened.enter_context(open(path, "rb"))
+            first = current.readline()
+        except OSError as error:
             raise Invalid(
-                f"line {number} of the journal {str(path)!r} is damaged: {error}. Restore the file from a copy"
+                f"the journal {str(path)!r} can't be read: {error.strerror}. Pass a readable file"
             ) from error
-    return Recording(header, settings, entries, takeovers, start)
+        try:
+            header = decoded_header(first)
+            settings = header.checked()
+        except (msgspec.MsgspecError, UnicodeError, Invalid) as error:
+            raise Invalid(
+                f"{str(path)!r} can't be read as a journal: {error}. Pass a journal that elasticrun --journal wrote"
+            ) from error
+        found = Recording(header, settings, [], [], None)
+        number = 0
+        for file in [*map(opened.enter_context, opened_older(path, header)), current]:
+            number += 1  # the header
+            for text in file:
+                if not text.endswith(b"\n"):
+                    break
+                number += 1
+                found = _with_line(found, number, text, path)
+        return found
+
+
+def _with_line(found: Recording, number: int, text: bytes, path: Path) -> Recording:
+    try:
+        match decoded(text):
+            case Entry() as entry:
+                found.entries.append((number, entry))
+            case Resumed(writer):
+                found.takeovers.append((number, writer))
+            case Snapshot() as snapshot if number == 2:
+                return replace(found, start=snapshot)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise Invalid(
+            f"line {number} of the journal {str(path)!r} is damaged: {error}. Restore the file from a copy"
+        ) from error
+    return found
 
 
 def read(path: Path) -> tuple[Settings, list[Entry]]:

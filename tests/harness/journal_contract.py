@@ -24,6 +24,8 @@ from elastic.driver.journal.file import FileArchive
 from elastic.driver.journal.journal import Archive, Journal, SnapshotPolicy
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.resume import past_of
+from elastic.driver.journal.rotation import SegmentLimits
+from elastic.driver.journal.segment_files import older_segments
 from elastic.driver.ray.journal import RayArchive
 from elastic.driver.ray.kv import RetryingKV
 from elastic.errors import Invalid
@@ -75,6 +77,17 @@ class InFile:
 
     def contents(self) -> bytes:
         return self.path.read_bytes()
+
+
+class InSegments(InFile):
+    """A file that continues in a new segment when it has 30 kB and a snapshot is due."""
+
+    def archive(self) -> FileArchive:
+        return FileArchive(self.path, SegmentLimits(least=30_000, snapshots=0))
+
+    def contents(self) -> bytes:
+        files = [*older_segments(self.path).values(), self.path]
+        return b"".join(each.read_bytes() for each in files)
 
 
 class FakeEtcd:
@@ -296,4 +309,4 @@ class InMemory:
         return b"".join([encoded(self.header) if self.header else b"", *self.lines])
 
 
-PLACES: Iterable[Any] = (InFile, InEtcd, InRay, InMemory)
+PLACES: Iterable[Any] = (InFile, InSegments, InEtcd, InRay, InMemory)

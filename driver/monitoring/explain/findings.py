@@ -197,6 +197,8 @@ class JournalState:
 
     Args:
         runs: whether a driver is still writing the file, or None if unknown.
+        earlier_s: duration of the job before the first line, in seconds, if the segments before were deleted. None if
+            the journal contains the whole job, or if the duration is unknown.
     """
 
     settings: Settings | None = None
@@ -206,6 +208,7 @@ class JournalState:
     left_out: int = 0  # number of lines that could not be decoded
     torn: bool = False  # whether the last line is incomplete
     from_the_middle: bool = False
+    earlier_s: float | None = None
 
 
 def findings(story: JobHistory, source: JournalState) -> list[JobFinding]:
@@ -244,6 +247,7 @@ def _ending(story: JobHistory, source: JournalState) -> Iterator[JobFinding]:
         yield JobFinding(FindingKind.NOTHING_HAPPENED, {"runs": source.runs})
         return
     end, after = story.view.end, _since(story, story.end_at if story.view.end else story.last)
+    after += source.earlier_s or 0.0
     facts: dict[str, Any] = {"after_s": after, "workers": len(story.view.ranks)}
     newest = story.view.newest
     facts["step"] = step = story.view.step_of(newest)
@@ -760,7 +764,8 @@ def _about_time(story: JobHistory, failed: bool) -> Iterator[tuple[Advice, dict[
 
 def _file(source: JournalState) -> Iterator[JobFinding]:
     if source.from_the_middle:
-        yield JobFinding(FindingKind.FROM_THE_MIDDLE)
+        facts = {} if source.earlier_s is None else {"earlier_s": source.earlier_s}
+        yield JobFinding(FindingKind.FROM_THE_MIDDLE, facts)
     if source.abandoned:
         yield JobFinding(FindingKind.NOT_WRITTEN_ON)
     if source.left_out or source.torn:

@@ -1,7 +1,7 @@
 """Reader of job journals, including incomplete and damaged files. Performs I/O.
 
 A file that is not a journal is rejected with an error. A journal is read as far as possible, even if its last line is
-incomplete, some lines are invalid, its format is older, or it is still being written.
+incomplete, some lines are invalid, its format is older, its older segments were deleted, or it is still being written.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 
 from elastic.driver.events import Action
 from elastic.driver.journal import entries
+from elastic.driver.journal.segment_files import opened_older
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import restore_snapshot
 from elastic.driver.monitoring.explain.findings import JournalState
@@ -90,24 +91,24 @@ class JournalEntries:
         except BaseException:
             self._file.close()
             raise
-        self.reading = JournalReading(header, settings, _offset(header))
+        self._older = opened_older(path, header)
+        self.reading = JournalReading(header, settings, _offset(header.writer))
         self._membership: Membership | None = None  # recomputes omitted actions
         self._read = self._left_out = 0
         self._torn = self._middle = False
+        self._earlier_s: float | None = None
 
     def __enter__(self) -> JournalEntries:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
+        for file in [*self._older, self._file]:
+            file.close()
 
     def __iter__(self) -> Iterator[entries.Entry]:
         last_at = self.reading.header.writer.at
         first = True
-        while text := self._file.readline(LINE_LIMIT):
-            if not text.endswith(b"\n"):
-                self._torn = True
-                break
+        for text in self._lines():
             match self._decoded(text):
                 case entries.Entry() as entry:
                     last_at = entry.at
@@ -116,13 +117,22 @@ class JournalEntries:
                 case entries.Snapshot() as snapshot if first:
                     self._begin_from(snapshot)
                 case entries.Resumed(writer) if writer.unix_s:
-                    self.reading.offset = writer.unix_s - writer.at
+                    self.reading.offset = _offset(writer)
                 case entries.TroubleLine(reason, at):
                     self.reading.story.trouble(reason, max(at, last_at))
                 case _:
                     pass
             first = False
         self._summed_up()
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield the lines of all segments without their headers, and without an incomplete last line."""
+        for file in [*self._older, self._file]:
+            while text := file.readline(LINE_LIMIT):
+                if not text.endswith(b"\n"):
+                    self._torn = True
+                    break
+                yield text
 
     def _decoded(self, text: bytes) -> entries.Line | None:
         try:
@@ -147,9 +157,13 @@ class JournalEntries:
         self.reading.view.note(entry.event, entry.actions, entry.at)
 
     def _begin_from(self, snapshot: entries.Snapshot) -> None:
-        """Initialize from a snapshot, because the journal is a copy that begins in the middle of a job."""
-        settings = self.reading.settings
+        """Initialize from a snapshot, because the journal begins in the middle of a job."""
+        header, settings = self.reading.header, self.reading.settings
         self._middle = True
+        if snapshot.writer.unix_s:
+            self.reading.offset = _offset(snapshot.writer)
+        if header.segment > 1 and header.writer.unix_s:
+            self._earlier_s = max(0.0, snapshot.at - header.writer.at)
         membership = None if settings is None else _restored(bytes(snapshot.snapshot), settings)
         if membership is None:
             return
@@ -170,6 +184,7 @@ class JournalEntries:
             left_out=self._left_out,
             torn=self._torn,
             from_the_middle=self._middle,
+            earlier_s=self._earlier_s,
         )
 
 
@@ -221,8 +236,8 @@ def _header(path: Path, line: bytes) -> tuple[entries.Header, Settings | None]:
         return header, None
 
 
-def _offset(header: entries.Header) -> float | None:
-    return header.writer.unix_s - header.writer.at if header.writer.unix_s else None
+def _offset(writer: entries.Writer) -> float | None:
+    return writer.unix_s - writer.at if writer.unix_s else None
 
 
 def _again(membership: Membership, entry: entries.Entry) -> list[Action]:

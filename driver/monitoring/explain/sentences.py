@@ -335,6 +335,15 @@ def _training_began(facts: Facts) -> str:
     )
 
 
+def _from_the_middle(facts: Facts) -> str:
+    if "earlier_s" not in facts:
+        return "This copy starts in the middle of the job: earlier events are missing."
+    return (
+        f"The journal starts {duration(facts['earlier_s'])} after the start of the job, because its older segments were"
+        " deleted. All times, losses and costs above are counted from there, except the duration of the job."
+    )
+
+
 def _at(facts: Facts) -> str:
     return f"+{duration(facts['at_s'])}:"
 
@@ -804,9 +813,7 @@ _SENTENCES: dict[FindingKind, Callable[[Facts], str]] = {
     FindingKind.TIME: _time,
     FindingKind.ADVICE: _advice,
     FindingKind.LINES_LEFT_OUT: _lines_left_out,
-    FindingKind.FROM_THE_MIDDLE: lambda f: (
-        "This copy starts in the middle of the job: earlier events are missing."
-    ),
+    FindingKind.FROM_THE_MIDDLE: _from_the_middle,
     FindingKind.NOT_WRITTEN_ON: lambda f: (
         "Its driver could not write it completely (for example, because the disk was full). The "
         "job continued after the last event shown here."

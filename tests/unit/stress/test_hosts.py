@@ -26,7 +26,7 @@ from elastic.driver.events import (
 from elastic.driver.journal.copy import copied_to
 from elastic.driver.journal.entries import Entry, Writer, header_of
 from elastic.driver.journal.file import FileArchive, FileJournal
-from elastic.driver.journal.journal import recording, replay
+from elastic.driver.journal.journal import SnapshotPolicy, recording, replay
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import take_snapshot
 from elastic.driver.reasons import as_sentence
@@ -309,7 +309,9 @@ class Drivers:
 
         async def write() -> None:
             archive = FileArchive(self.paths[1])
-            copy = await copied_to(archive, header, take_snapshot(membership), 1.0, failed=print)
+            copy = await copied_to(
+                archive, header, take_snapshot(membership), 1.0, SnapshotPolicy()
+            )
             for entry in self.entries[self.at :]:
                 copy.append(entry)
             copy.close()
