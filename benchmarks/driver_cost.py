@@ -1,14 +1,19 @@
 """Processor time of the driver's decisions in very large jobs, without processes, connections and waits.
 
-    python benchmarks/driver_cost.py [--workers 16000 ...] [--slots 8] [--together 1] [--json FILE]
+    python benchmarks/driver_cost.py [--workers 16000 ...] [--slots 8] [--together 1] [--losses 0] [--json FILE]
 
 The events of all workers pass through what the driver's loop calls for each of them: `JobDecisions` with the real
 membership, the journal in a file, and the view of the job with the live page. Messages between driver and agents are
 not included. `control_plane.py` includes them, but needs a machine that can run thousands of agents.
+
+With ``--losses N``, a job with --resume then loses N hosts, one after the other, each of which is replaced. The driver
+is killed when all workers train again after the last loss, but before the snapshot that is due then. The time until the
+next driver has the state of the job is wall time, with the journal in the page cache.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import resource
 import tempfile
@@ -22,7 +27,9 @@ import tests_on_path  # noqa: F401
 from elastic.driver import events
 from elastic.driver.job.decisions import JobDecisions
 from elastic.driver.job.driver_loop import AT_ONCE
-from elastic.driver.journal.file import FileJournal
+from elastic.driver.journal.file import FileArchive, FileJournal
+from elastic.driver.journal.journal import SnapshotPolicy
+from elastic.driver.journal.segment_files import older_segments
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import restore_snapshot, take_snapshot
 from elastic.driver.monitoring.dashboard.page_model import PageModel
@@ -38,25 +45,31 @@ BETWEEN_S = 1e-6  # seconds on the job's clock between two events
 class Job:
     """A job as its driver knows it, on a clock of its own."""
 
-    def __init__(self, workers: int, slots: int, folder: Path) -> None:
+    def __init__(self, workers: int, slots: int, folder: Path, *, snapshots: bool = False) -> None:
         self.settings = Settings(elastic=True, np=workers, workers_min=1, workers_max=workers)
         self.hosts = {f"h{number}": slots for number in range(workers // slots)}
         self.workers = [Worker(host, slot) for host in self.hosts for slot in range(slots)]
+        self.joining: list[Worker] = []  # workers that are not members of a world yet
         self.membership = Membership(self.settings)
         self.generation = 0
         self._decisions = JobDecisions(self.membership, leave_s=self.settings.leave_s)
-        self._file = folder / "journal"
-        self._journal = FileJournal.begin(self._file, self.settings)
+        self.file = folder / "journal"
+        policy = SnapshotPolicy(take=lambda: take_snapshot(self.membership)) if snapshots else None
+        self._journal = FileJournal.begin(self.file, self.settings, policy)
         self._view = JobView()
         PageModel(TimeSpent(self._view), name="", command=[], least=1, most=workers)
         self._now = 0.0
         self._readies = 0
 
     def journal_bytes(self) -> int:
-        return self._file.stat().st_size
+        return self.file.stat().st_size
 
     def close(self) -> None:
         self._journal.close()
+
+    def rest(self) -> None:
+        """Let the journal take a snapshot or begin a new segment if one is due, as an idle driver does."""
+        asyncio.run(self._journal.rest())
 
     def post(self, event: events.Event, *, more: bool = False) -> None:
         """Handle an event. ``more``: whether another event is queued, as in `Membership.handle`."""
@@ -88,10 +101,26 @@ class Job:
             self.post(events.HostLost(host, "silent"))
         self.workers = [worker for worker in self.workers if worker.host not in lost]
 
+    def replace(self, lost: str, name: str, slots: int) -> None:
+        """Lose a host, and start workers on another host, which are ready before the next world is published."""
+        self.lose([lost])
+        self.hosts = {host: count for host, count in self.hosts.items() if host != lost}
+        self.hosts[name] = slots
+        self.post(events.HostsChanged(self.hosts))
+        self.joining = [Worker(name, slot) for slot in range(slots)]
+        self.report([events.WorkerConnected(worker, 1) for worker in self.joining])
+        self.gather(Commit(self.generation, 5))
+        self.workers += self.joining
+        self.joining = []
+        self.resume()
+
     def gather(self, commit: Commit | None) -> None:
         """Let all workers become ready, which publishes the next world."""
         generation, self._readies = self.generation, self._readies + 1
         store, running = Address("10.0.0.1", 29500), generation > 0
+        self.report(
+            events.WorkerReady(worker, 0, None, store, "layout", True, 1) for worker in self.joining
+        )
         self.report(
             events.WorkerReady(worker, generation, commit, store, "layout", running, self._readies)
             for worker in self.workers
@@ -121,6 +150,15 @@ class Cost:
     taken_s: float = 0.0
     restored_s: float = 0.0
     peak_bytes: int = 0  # peak memory of this process so far, before the snapshot
+    losses: int = 0  # losses of the second job, or 0 if there was none
+    current_bytes: int = 0  # its journal, without older segments
+    kept_bytes: int = 0  # older segments
+    written_bytes: int = 0  # size of its journal if no segment had been deleted
+    stops_s: float = (
+        0.0  # longest time for which the driver stopped for a snapshot or a new segment
+    )
+    replayed: int = 0  # entries that the next driver has replayed
+    adopted_s: float = 0.0  # wall time until it has the state of the job
 
 
 def measure(workers: int, slots: int, together: float) -> Cost:
@@ -159,6 +197,32 @@ def measure(workers: int, slots: int, together: float) -> Cost:
         return cost
 
 
+def lose_many(cost: Cost, workers: int, slots: int, losses: int) -> None:
+    """Measure the journal of a job after many losses, and its adoption by another driver."""
+    with tempfile.TemporaryDirectory(prefix="driver-cost-") as folder:
+        job = Job(workers, slots, Path(folder), snapshots=True)
+        job.start()
+        for number in range(losses):
+            before = time.perf_counter()
+            job.rest()
+            cost.stops_s = max(cost.stops_s, time.perf_counter() - before)
+            size = job.journal_bytes()
+            job.replace(next(iter(job.hosts)), f"r{number}", slots)
+            cost.written_bytes += job.journal_bytes() - size
+        known = job.membership.generation
+        job.close()
+        cost.losses = losses
+        cost.current_bytes = job.journal_bytes()
+        cost.kept_bytes = sum(each.stat().st_size for each in older_segments(job.file).values())
+        before = time.perf_counter()
+        archive = FileArchive(job.file)
+        past = asyncio.run(archive.past())
+        cost.adopted_s = time.perf_counter() - before
+        archive.close()
+        assert past is not None and past.membership.generation == known
+        cost.replayed = past.replayed
+
+
 class Stopwatch:
     """Processor time of this process between two calls."""
 
@@ -184,6 +248,15 @@ ROWS = {
     "... taken, s": lambda it: f"{it.taken_s:.2f}",
     "... restored, s": lambda it: f"{it.restored_s:.2f}",
 }
+AFTER_LOSSES = {
+    "losses": lambda it: f"{it.losses:,}",
+    "entries written, MB": lambda it: f"{it.written_bytes / MB:,.0f}",
+    "journal, MB": lambda it: f"{it.current_bytes / MB:.0f}",
+    "older segments, MB": lambda it: f"{it.kept_bytes / MB:.0f}",
+    "longest stop for a snapshot, s": lambda it: f"{it.stops_s:.2f}",
+    "entries replayed by the next driver": lambda it: f"{it.replayed:,}",
+    "next driver has the state after, s": lambda it: f"{it.adopted_s:.2f}",
+}
 
 
 def main() -> None:
@@ -193,12 +266,18 @@ def main() -> None:
     parser.add_argument(
         "--together", type=float, default=1.0, help="percentage of hosts lost at once"
     )
+    parser.add_argument(
+        "--losses", type=int, default=0, help="number of hosts that a job loses before its adoption"
+    )
     options = parser.parse_args()
     costs = [measure(size, options.slots, options.together) for size in options.workers]
     shown = results_output.table(
         "processor time of one driver's decisions", "", *(f"{it.workers:,} workers" for it in costs)
     )
-    for name, cell in ROWS.items():
+    if options.losses:
+        for cost in costs:
+            lose_many(cost, cost.workers, options.slots, options.losses)
+    for name, cell in (ROWS | (AFTER_LOSSES if options.losses else {})).items():
         shown.add_row(name, *map(cell, costs))
     console = results_output.console()
     console.print(shown)
