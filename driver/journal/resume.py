@@ -21,6 +21,7 @@ from elastic.driver.journal.journal import ReplayDiffers, rebuilt
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.records.garbage_collection import uncollected
 from elastic.driver.reasons import as_sentence
 from elastic.driver.settings import FLAGS, UNBOUNDED, Settings, StartCheckpoint
 from elastic.errors import Invalid
@@ -28,6 +29,7 @@ from elastic.errors import Invalid
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
+@uncollected()
 def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
     """Restore a job from its journal.
 

@@ -474,8 +474,8 @@ class OutputFlags:
     journal: str | None = flag(
         "--journal",
         "FILE",
-        "Record all events and decisions of the driver. Five earlier files are kept as FILE.1 (newest) to"
-        " FILE.5.",
+        "Record all events and decisions of the driver. Five earlier jobs are kept as FILE.1 (newest) to"
+        " FILE.5, and older parts of a long journal as FILE.segment-N.",
         use=ON_LAUNCH,
     )
     summary: bool = switch(

@@ -13,6 +13,7 @@ import pytest
 from elastic.driver.events import BreakWorld, DriverRestarted, PublishWorld, StartWorker
 from elastic.driver.journal.journal import read, replay
 from elastic.driver.journal.segment_files import next_path, older_segments
+from elastic.driver.monitoring.explain.journal_file import read_journal
 from harness import wording
 from harness.history import SCRIPTS, TRAINING, History
 from harness.job import Job
@@ -26,11 +27,11 @@ def drivers(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Starts one driver of a job after the other, in one folder."""
     started: list[Job] = []
 
-    def start(**env: str) -> Job:
+    def start(flags: str = FLAGS, **env: str) -> Job:
         told = {"ELASTIC_DIGESTS": "1", "STEPS": str(STEPS)} | env
         program = [sys.executable, str(SCRIPTS / "small_segments.py")]
         command = [*map(str, TRAINING)]
-        started.append(Job(FLAGS, command, folder=tmp_path, env=told, program=program))
+        started.append(Job(flags, command, folder=tmp_path, env=told, program=program))
         return started[-1]
 
     yield start
@@ -67,3 +68,13 @@ def test_job_of_a_driver_killed_around_a_switch_loses_no_step_and_no_worker(
     assert sum(isinstance(each, StartWorker) for each in decided) == 2
     assert [len(each.members) for each in decided if isinstance(each, PublishWorld)] == [2, 2]
     assert sum(isinstance(entry.event, DriverRestarted) for entry in entries) == 1
+
+
+def test_journal_of_a_job_without_resume_is_split_and_explained(drivers):
+    training = drivers("-np 2 --min-np 1", STEPS="200")
+    training.succeed()
+    path = training.journal
+    assert len(older_segments(path)) >= 2
+    reading = read_journal(path)
+    assert not reading.source.from_the_middle and reading.source.left_out == 0
+    assert len(replay(path)) == len(read(path)[1])
