@@ -71,8 +71,11 @@ class WorkerReconnected(Event):
     welcomed: bool
 
 
-class WorkerReady(Event):
-    """Event: a worker waits for a world. See `protocol.messages.Ready`."""
+class WorkerReady(Event, omit_defaults=True):
+    """Event: a worker waits for a world. See `protocol.messages.Ready`.
+
+    The journal omits defaults of this event and of `WorkerResumed`, because all workers report them at each loss.
+    """
 
     worker: Worker
     generation: int
@@ -130,7 +133,7 @@ class WorkerLeaving(Event):
     reason: str
 
 
-class WorkerResumed(Event):
+class WorkerResumed(Event, omit_defaults=True):
     """Event: a worker completed its first collective of a generation.
 
     Args:

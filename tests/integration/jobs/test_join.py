@@ -135,7 +135,7 @@ def test_a_newcomer_is_ready_in_the_middle_of_a_recovery(job):
     (training.folder / "join").touch()
     training.until(
         lambda: any(
-            e["worker"] == ["localhost", 2, 2] and e["running"]
+            e["worker"] == ["localhost", 2, 2] and e.get("running", True)
             for e in training.events("WorkerReady")
         ),
         "a newcomer that is ready",

@@ -31,11 +31,20 @@ from elastic.driver.events import (
     TimePassed,
     WorkerExited,
     WorkerReady,
+    WorkerResumed,
 )
 from elastic.driver.journal import file as journal_file
 from elastic.driver.journal import journal
 from elastic.driver.journal.copy import JournalCopy
-from elastic.driver.journal.entries import SNAPSHOT, Entry, Resumed, Writer, encoded, header_of
+from elastic.driver.journal.entries import (
+    SNAPSHOT,
+    Entry,
+    Resumed,
+    Writer,
+    decoded,
+    encoded,
+    header_of,
+)
 from elastic.driver.journal.file import FileArchive, FileJournal, check_own
 from elastic.driver.journal.journal import (
     FORCED,
@@ -109,6 +118,26 @@ def test_written_journal_is_read_unchanged(tmp_path):
     assert found == settings()
     assert [(e.at, e.event) for e in entries] == CONVERSATION
     assert entries[1].actions == [WORLD]
+
+
+@pytest.mark.parametrize(
+    ("event", "defaults"),
+    [
+        (
+            WorkerReady(A, 3, Commit(3, 17), Address("127.0.0.1", 4711)),
+            b'"layout":"","running":true,"number":0,"shards":null,"kept":[[]],"step":null,"own_pace":false',
+        ),
+        (
+            WorkerResumed(A, 4, {"told": 1.0}),
+            b'"copied_bytes":0,"from_checkpoint":false,"shards":null',
+        ),
+    ],
+)
+def test_defaults_of_frequent_events_are_omitted_and_read_from_older_journals(event, defaults):
+    line = encoded(Entry(1.0, event))
+    assert not any(name in line for name in re.findall(rb'"\w+":', defaults))
+    older = line[: -len(b"}}\n")] + b"," + defaults + b"}}\n"
+    assert decoded(line) == decoded(older) == Entry(1.0, event)
 
 
 async def test_entry_when_another_event_is_queued_then_it_is_written_with_the_next_entry(tmp_path):
