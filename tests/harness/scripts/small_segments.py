@@ -21,9 +21,7 @@ from elastic.driver.journal.rotation import SegmentLimits
 SWITCHES = 2
 
 file.LIMITS = SegmentLimits(least=20_000, snapshots=0)
-start_multi_host.SnapshotPolicy = functools.partial(  # type: ignore[misc,assignment]
-    SnapshotPolicy, snapshot_every=10
-)
+vars(start_multi_host)["SnapshotPolicy"] = functools.partial(SnapshotPolicy, snapshot_every=10)
 if killed_at := os.environ.pop("KILLED_AT", ""):
     name = killed_at.removeprefix("after ")
     right = getattr(file, name)
