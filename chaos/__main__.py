@@ -12,20 +12,23 @@ COMMAND_LINE = CommandLine(
     {
         "run": (
             "elastic.chaos.inject.command",
-            "kill, freeze, slow down and disconnect workers of your own job, with a report at the end",
+            "inject faults into the workers of a job, and report the outcome",
         ),
         "check": (
             "elastic.chaos.invariants.check",
-            "check the journal of a job for lost commits and other broken invariants",
+            "check the journal of a job for lost commits and other violated invariants",
         ),
-        "replay": ("elastic.chaos.invariants.replay", "replay a journal and compare the decisions"),
+        "replay": (
+            "elastic.chaos.invariants.replay",
+            "replay a journal, and compare the decisions with the recorded ones",
+        ),
         "exact": (
             "elastic.chaos.exact.command",
-            "run a sharded job undisturbed and under faults; compare every commit",
+            "run a job of elastic.Shards with and without faults, and compare every commit",
         ),
         "simulate": (
             "elastic.chaos.simulator.command",
-            "run thousands of drivers and workers on a virtual clock, under random faults",
+            "simulate jobs under random faults on a virtual clock",
         ),
     },
     [

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--undisturbed",
         type=Path,
         metavar="JOURNAL",
-        help="compare with this journal of a run with --digests, and run the job only once",
+        help="journal of an earlier run with --digests, to compare with (default: run the job twice)",
     )
     add(
         "--mean-time-between-faults",
@@ -61,8 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"mean seconds between faults (default: {MEAN_S:g})",
     )
     add("--faults", metavar="LIST", help="kinds of fault to draw (default: kill,freeze)")
-    add("--seed", type=int, metavar="N", help="seed of the random faults")
-    add("--duration", type=float, metavar="S", help="stop injecting faults after S seconds")
+    add("--seed", type=int, metavar="N", help="seed of the random faults (default: random)")
+    add(
+        "--duration",
+        type=float,
+        metavar="S",
+        help="stop injecting faults after S seconds (default: at the end of the job)",
+    )
     parser.set_defaults(plan=None)
 
 

@@ -56,8 +56,8 @@ examples:
   python -m elastic.chaos run --plan plan.toml --dry-run -- elasticrun -np 4 --min-np 1 python train.py
       shows what the plan would do, and starts nothing
 
-The exit code is that of the job. If that is 0, it is 1 if a committed step was lost, replicas differ, an invariant
-is broken, or nothing was trained. `elasticrun docs chaos` shows a plan to start from."""
+The exit code is that of the job, or 1 if the job succeeded but a committed step was lost, replicas differ, an
+invariant was violated, or no step was trained. Example of a plan: elasticrun docs chaos"""
 
 DRAWN_SHOWN = 10  # number of drawn faults shown by --dry-run
 PAUSE_SHARE = 0.7  # maximum pause of a slowed worker, as a fraction of the liveness timeout
@@ -73,22 +73,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mean-time-between-faults",
         type=float,
         metavar="S",
-        help="mean seconds between random faults, instead of a plan",
+        help="mean number of seconds between random faults; conflicts with --plan",
     )
     add("--faults", metavar="LIST", help="kinds of fault to draw (default: kill,freeze)")
-    add("--seed", type=int, metavar="N", help="seed of the random faults")
-    add("--duration", type=float, metavar="S", help="stop injecting faults after S seconds")
+    add("--seed", type=int, metavar="N", help="seed of the random faults (default: random)")
+    add(
+        "--duration",
+        type=float,
+        metavar="S",
+        help="stop injecting faults after S seconds (default: at the end of the job)",
+    )
     add(
         "--dry-run",
         action="store_true",
-        help="check everything, print what would be done, and exit",
+        help="check the plan and the job, print the faults, and exit",
     )
     add("--json", type=Path, metavar="FILE", help="also write the report to FILE")
-    add(
-        "--no-digests",
-        action="store_true",
-        help="do not compare replicas at every commit, to save a pass over the parameters",
-    )
+    add("--no-digests", action="store_true", help="do not compare replicas at every commit")
 
 
 def main(options: argparse.Namespace) -> int:

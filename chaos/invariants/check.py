@@ -12,22 +12,27 @@ from elastic.errors import Invalid
 DESCRIPTION = """\
 Check the invariants of a finished job in the journals of all its drivers (elasticrun --journal FILE): no commit that
 a survivor held and no sealed commit of a sharded state is lost, replicas are equal, a killed worker does not rejoin,
-every wait ends, and more. Exits with 1 if an invariant is broken, and prints the line of the journal that shows it."""
+every wait ends, and more. Exits with 1 if an invariant is violated, and prints the line of the journal that shows it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("journal", nargs="+", type=Path, metavar="JOURNAL", help="journal of a job")
+    parser.add_argument(
+        "journal",
+        nargs="+",
+        type=Path,
+        metavar="JOURNAL",
+        help="journal of a job, written by elasticrun --journal",
+    )
     parser.add_argument(
         "--samples",
         type=int,
         metavar="N",
-        help="number of samples in the dataset, to check that each one counts once per epoch (only if the job"
-        " trained whole epochs and workers report samples)",
+        help="size of the dataset; check that each sample is counted once per epoch",
     )
 
 
 def main(options: argparse.Namespace) -> int:
-    """Check the journals. Return 0 if all invariants hold, 1 if an invariant is broken or could not be checked.
+    """Check the journals. Return 0 if all invariants hold, 1 if an invariant is violated or could not be checked.
 
     Raises:
         Invalid: ``--samples`` is less than 1, or a journal cannot be read.

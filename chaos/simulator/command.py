@@ -36,33 +36,39 @@ LARGE = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, default=0, help="first seed (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="first seed (default: 0)")
     parser.add_argument(
-        "--seeds", type=int, default=1, help="number of seeds, counted up from --seed"
+        "--seeds",
+        type=int,
+        default=1,
+        help="number of consecutive seeds, from --seed on (default: 1)",
     )
-    parser.add_argument("--workers", type=int, default=8, help="workers of the job (default 8)")
-    parser.add_argument("--steps", type=int, default=150, help="steps to train (default 150)")
-    parser.add_argument("--faults", type=int, default=14, help="faults to inject (default 14)")
+    parser.add_argument(
+        "--workers", type=int, default=8, help="number of workers of the job (default: 8)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=150, help="number of training steps (default: 150)"
+    )
+    parser.add_argument(
+        "--faults", type=int, default=14, help="number of faults to inject (default: 14)"
+    )
     parser.add_argument(
         "--mild", action="store_true", help="inject only faults that the job must survive"
     )
     parser.add_argument(
         "--sharded",
         action="store_true",
-        help="shard the state, as FSDP2 and ZeRO-1 do; the seed selects one or two copies of each shard, with or"
-        f" without replicas; only for fewer than {LARGE} workers",
+        help=f"shard the state, as FSDP2 and ZeRO-1 do; fewer than {LARGE} workers only",
     )
     parser.add_argument(
         "--seconds",
         type=float,
-        help=f"virtual seconds during which hosts fail, in a job of {LARGE} or more workers; a regroup in progress at"
-        " the end may finish (default 300)",
+        help=f"duration in virtual seconds of a job with {LARGE} or more workers (default: 300)",
     )
     parser.add_argument(
         "--journal",
         type=Path,
-        help=f"write the journal of a single seed or of a failing one to this file; only for fewer than {LARGE}"
-        " workers",
+        help=f"file for the journal of a single or a failing seed; fewer than {LARGE} workers only",
     )
 
 

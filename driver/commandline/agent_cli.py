@@ -52,14 +52,14 @@ class AgentOptions(Options):
     drivers: list[str] | None = flag(
         "--driver",
         "HOST:PORT,...",
-        "Addresses of the driver; a name is resolved again at each connection attempt.",
+        "Addresses of the driver; names are resolved at each connection attempt.",
         action=NameList,
     )
     host: str | None = flag(
         "--host", "NAME", "Name under which to register this host (default: the host name)."
     )
     slots: str | None = flag(
-        "--slots", "N", "Number of slots; auto: one per GPU, else one per core (default: auto)."
+        "--slots", "N", "Number of slots, or auto: one per GPU, else one per core (default: auto)."
     )
     network_interfaces: list[str] | None = flag(
         "--network-interface --network-interfaces",
@@ -72,7 +72,7 @@ class AgentOptions(Options):
     grace: float | None = flag(
         "--grace",
         "S",
-        f"Seconds for workers to leave after SIGTERM, before SIGKILL (default: {GRACE}, or 30).",
+        f"Seconds between SIGTERM and SIGKILL of a worker (default: {GRACE}, or 30).",
         seconds,
     )
     ready_file: str | None = flag(
@@ -125,7 +125,9 @@ def agent_parser() -> ArgumentParser:
     add_declared(add, AgentOptions, "drivers")
     here = ("host", "slots", "network_interfaces", "grace", "ready_file")
     add_declared(parser.group("host"), AgentOptions, *here)
-    add_declared(parser.group("security", "Same flags and files as for the driver."), SecurityFlags)
+    add_declared(
+        parser.group("security", "Pass the same flags and files as for the driver."), SecurityFlags
+    )
     add = parser.group("general")
     add_declared(add, AgentOptions, "log_level")
     add("-h --help", None, None, "Show this help and exit.", action="help")

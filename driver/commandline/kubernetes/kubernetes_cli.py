@@ -54,7 +54,7 @@ class KubernetesOptions:
     workers: str | None = flag(
         "--workers",
         "MIN[:PODS]",
-        "Smallest number of workers to continue with, and worker pods to start (default of PODS: MIN).",
+        "Smallest number of workers, and number of worker pods (default of PODS: MIN).",
     )
     gpus: int = flag(
         "--gpus",
@@ -67,20 +67,20 @@ class KubernetesOptions:
         "--queue", "NAME", "LocalQueue of Kueue that admits the worker pods (default: no queue)."
     )
     jobset: bool = switch(
-        "--jobset", "Run as a JobSet: pods are admitted together, and their number is fixed."
+        "--jobset", "Run as a JobSet: admit all pods together; their number is fixed."
     )
     name: str | None = flag("--name", "NAME", "Name of the job (default: train- and a number).")
     values: list[str] | None = flag(
         "--values",
         "FILE",
-        "Values file for the chart; flags take precedence. Repeatable.",
+        "Values file for the chart; flags take precedence (repeatable).",
         action=NameList,
     )
     settings: list[str] | None = flag(
-        "--set", "KEY=VALUE", "Chart value, in helm's syntax. Repeatable.", action="append"
+        "--set", "KEY=VALUE", "Chart value, in helm's syntax (repeatable).", action="append"
     )
     detach: bool = switch(
-        "--detach", "Return after installation; the release is not removed at the end."
+        "--detach", "Exit after installation; keep the release at the end of the job."
     )
     namespace: str | None = flag(
         "-n --namespace", "NAME", "Namespace (default: that of the kubeconfig)."
@@ -91,7 +91,7 @@ def kubernetes_parser() -> ArgumentParser:
     """Return the parser of ``elasticrun k8s``."""
     made = ArgumentParser(prog="elasticrun k8s", usage=USAGE, description=DESCRIPTION)
     of_run = ("image", "workers", "gpus", "queue", "jobset", "name", "values", "settings", "detach")
-    add_declared(made.group("job", "Flags of run."), KubernetesOptions, *of_run)
+    add_declared(made.group("job", "Flags of `elasticrun k8s run`."), KubernetesOptions, *of_run)
     add = made.group("general")
     add_declared(add, KubernetesOptions, "namespace")
     add("-h --help", None, None, "Show this help and exit.", action="help")

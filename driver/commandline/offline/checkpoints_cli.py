@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 List the checkpoints of a folder, oldest first, and show which of them are complete.
 
-elasticrun checkpoints export writes one of them as a single file for torch.load."""
+To write a checkpoint as a single file for torch.load, run elasticrun checkpoints export."""
 # maximum number of attempts to export a checkpoint, which a running job may remove during the export
 ATTEMPTS = 5
 EXPORT = "export"  # first word of the command line `elasticrun checkpoints export`
@@ -43,12 +43,12 @@ class CheckpointsOptions:
 
     verify: bool = switch(
         "--verify",
-        "Read all files and compare checksums; exit with 1 if a checkpoint is corrupted or none exists.",
+        "Verify the checksums of all files; exit with 1 on corruption or without a checkpoint.",
     )
     prune: int | None = flag(
         "--prune",
         "N",
-        "Keep the newest N checkpoints; remove all others and incomplete ones. No job may be writing.",
+        "Remove incomplete checkpoints and all but the newest N; no job may be writing.",
         whole(1),
     )
 
@@ -60,7 +60,7 @@ class ExportOptions:
     out: str | None = flag(
         "--out",
         "FILE",
-        "Output file for torch.load, or a .safetensors file (default: the commit's folder name with .pt).",
+        "Output file for torch.load, or .safetensors (default: the commit's folder name with .pt).",
     )
     force: bool = switch("--force", "Overwrite FILE if it exists.")
 

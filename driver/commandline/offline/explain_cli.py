@@ -28,7 +28,7 @@ from elastic.driver.processes.console import shown
 
 DESCRIPTION = """\
 Explain a job: which workers were lost and why, how the others recovered, the time lost, and what to change.
-JOURNAL is the file of --journal, of a running, finished or killed job, or the name of a running job."""
+JOURNAL is the --journal file of a job, also of a running or killed one, or the name of a running job."""
 
 
 # Legend for the section "What happened".
@@ -44,7 +44,7 @@ class ExplainOptions:
     """Parsed flags of ``elasticrun explain``."""
 
     html: str | None = flag(
-        "--html", "FILE", "Write the explanation as a self-contained page with a zoomable timeline."
+        "--html", "FILE", "Write the explanation as an HTML page with a zoomable timeline."
     )
     json: bool = switch("--json", "Print the findings as JSON, with their evidence and text.")
 

@@ -39,8 +39,8 @@ from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
-Replay the journal of a job on the live page at any speed, or render it as a film.
-JOURNAL is the file of --journal. Stop with Ctrl-C."""
+Replay the journal of a job on the dashboard page, or render it as an animation.
+JOURNAL is the --journal file of the job. Stop with Ctrl-C."""
 LOOPBACK = "127.0.0.1"
 FILM_S = 40.0
 TICK_S = 0.05  # seconds between checks for entries that are due
@@ -68,12 +68,12 @@ class ReplayOptions:
         default=0,
     )
     svg: str | None = flag(
-        "--svg", "FILE", "Write the film to an animated SVG file instead of serving it."
+        "--svg", "FILE", "Write an animated SVG file instead of serving the page."
     )
     length: float = flag(
         "--length",
         "S",
-        f"Length of the film in seconds (default: {FILM_S:g}).",
+        f"Length of the animation in seconds (default: {FILM_S:g}).",
         seconds,
         default=FILM_S,
     )
@@ -85,7 +85,7 @@ def parser() -> ArgumentParser:
         prog="elasticrun replay", usage="elasticrun replay [flags] JOURNAL", description=DESCRIPTION
     )
     add_declared(made.group("page"), ReplayOptions, "speed", "begin", "port")
-    add_declared(made.group("film"), ReplayOptions, "svg", "length")
+    add_declared(made.group("animation"), ReplayOptions, "svg", "length")
     made.group("general")("-h --help", None, None, "Show this help and exit.", action="help")
     return made
 

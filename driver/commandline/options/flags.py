@@ -81,7 +81,7 @@ class WorkerFlags:
     num_proc: int | None = flag(
         "-np --num-proc",
         "N",
-        "Number of workers; elastic: the default of --min-np and --max-np (default: --min-np).",
+        "Number of workers (default: --min-np).",
         whole(1),
         use=Use(functions=(LAUNCH,), keyword="np"),
     )
@@ -95,8 +95,7 @@ class WorkerFlags:
     max_num_proc: int | None = flag(
         "--max-np --max-num-proc",
         "N",
-        "Elastic: maximum number of workers, including at startup (default: -np; the number of slots if hosts"
-        " are discovered).",
+        "Elastic: largest number of workers, also at startup (default: -np; with host discovery, all slots).",
         whole(1),
         use=Use(functions=(LAUNCH,), keyword="max_np"),
     )
@@ -130,14 +129,14 @@ class WorkerFlags:
     reset_limit: int | None = flag(
         "--reset-limit",
         "N",
-        "Failures to survive before the job ends; planned changes are not counted (default: no limit).",
+        "Maximum number of recoveries from failures before the job ends (default: no limit).",
         whole(0),
         use=Use(functions=FUNCTIONS, setting="reset_limit"),
     )
     commit_budget: float | None = flag(
         "--commit-budget",
         "PERCENT",
-        "Elastic: maximum percentage of training time that commit() may spend on copies; 0: no limit (default:"
+        "Elastic: maximum percentage of training time for copies in commit(); 0: no limit (default:"
         " ELASTIC_COMMIT_BUDGET, or 0).",
         percent,
         variable="ELASTIC_COMMIT_BUDGET",
@@ -176,7 +175,7 @@ class HostFlags:
     hosts: str | None = flag(
         "-H --hosts",
         "LIST",
-        "Hosts and slots, each host once: gpu1:4,gpu2:4 or [::1]:2.",
+        "Hosts and their numbers of slots: gpu1:4,gpu2:4 or [::1]:2.",
         use=ON_LAUNCH,
     )
     hostfile: str | None = flag(
@@ -192,22 +191,20 @@ class HostFlags:
         use=ON_LAUNCH,
     )
     slurm: bool = switch(
-        "--slurm",
-        "Discover hosts as the nodes of this Slurm allocation, and start agents there with srun.",
+        "--slurm", "Discover the nodes of this Slurm allocation; start agents with srun."
     )
     slots_per_host: int | None = flag(
         "--slots-per-host",
         "N",
-        "Number of slots of a host listed without a number (default: 1; with --slurm, its GPUs or tasks).",
+        "Slots of each host that is listed without a number (default: 1; with --slurm, its GPUs or tasks).",
         whole(1),
         use=ON_LAUNCH,
     )
     network_interfaces: list[str] | None = flag(
         "--network-interface --network-interfaces",
         "LIST",
-        "Interfaces, networks or addresses for worker traffic, in order of preference: "
-        "eth1,10.0.0.0/8,fd00::/8 (default: the route to the other hosts; loopback on a single "
-        "machine).",
+        "Interfaces, networks or addresses for worker traffic, in order of preference: eth1,10.0.0.0/8 (default: the"
+        " route to the other hosts; loopback on a single machine).",
         action=NameList,
         use=Use(functions=FUNCTIONS, keyword="network_interface", typed="str | None"),
     )
@@ -219,19 +216,15 @@ class CommunicationFlags:
 
     controller: str = choice(  # the flags for MPI raise an error
         "gloo",
-        given(
-            "--gloo",
-            "gloo",
-            "Start workers without MPI (accepted for Horovod compatibility; no effect).",
-        ),
-        given("--mpi", "mpi", "Not supported: workers are not started with MPI."),
-        given("--jsrun", "jsrun", "Not supported: workers are not started with jsrun."),
+        given("--gloo", "gloo", "Start workers without MPI (no effect; accepted from Horovod)."),
+        given("--mpi", "mpi", "Start workers with MPI (not supported)."),
+        given("--jsrun", "jsrun", "Start workers with jsrun (not supported)."),
     )
     gloo_timeout_seconds: float | None = flag(
         "--gloo-timeout-seconds",
         "S",
-        "Timeout of each collective, and of each connection between workers (default: HOROVOD_GLOO_TIMEOUT_SECONDS;"
-        " otherwise, for collectives ELASTIC_COLLECTIVE_TIMEOUT or --busy-timeout plus 60, for connections 30).",
+        "Timeout of collectives and of connections between workers (default: HOROVOD_GLOO_TIMEOUT_SECONDS; else 30"
+        " for connections, and ELASTIC_COLLECTIVE_TIMEOUT or --busy-timeout plus 60 for collectives).",
         seconds,
         variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
         keys=("library_options.gloo_timeout_seconds",),
@@ -240,8 +233,8 @@ class CommunicationFlags:
     islands: str | None = flag(
         "--islands",
         "RULES",
-        "Islands for elastic.island_group(): host (one per host), or NAME=PATTERN,PATTERN;NAME=PATTERN"
-        " (default: ELASTIC_ISLANDS, or host).",
+        "Worker groups of elastic.island_group(): host (one per host) or NAME=HOST,HOST;NAME=HOST (default:"
+        " ELASTIC_ISLANDS, or host).",
         islands,
         variable="ELASTIC_ISLANDS",
         keys=("islands.rules",),
@@ -257,8 +250,7 @@ class TuningFlags:
     fusion_threshold_mb: float | None = flag(
         "--fusion-threshold-mb",
         "MB",
-        "Fuse small tensors into collectives of up to this size; 0: off (default: "
-        "HOROVOD_FUSION_THRESHOLD, in bytes,"
+        "Maximum size of a fused collective of small tensors; 0: off (default: HOROVOD_FUSION_THRESHOLD, in bytes,"
         " or 128).",
         number,
         keys=("params.fusion_threshold_mb",),
@@ -284,8 +276,8 @@ class TuningFlags:
     thread_affinity: str | None = flag(
         "--thread-affinity",
         "CORES",
-        "Cores to pin background threads to, one core per worker of a host: 0,1,2,3 (default:"
-        " HOROVOD_THREAD_AFFINITY, or not pinned).",
+        "Cores for background threads, one per worker of a host: 0,1,2,3 (default: HOROVOD_THREAD_AFFINITY, or not"
+        " pinned).",
         cores,
         variable="HOROVOD_THREAD_AFFINITY",
         keys=("library_options.ccl_bgt_affinity", "library_options.thread_affinity"),
@@ -328,7 +320,8 @@ class DetectionFlags:
     gpu_hang_timeout: float | None = flag(
         "--gpu-hang-timeout",
         "S",
-        f"Kill a worker whose GPU starts a collective S seconds late; 0: never (default: {Settings.gpu_hang_s:g}).",
+        "Kill a worker whose GPU starts a collective S seconds after the others; 0: never (default:"
+        f" {Settings.gpu_hang_s:g}).",
         number,
     )
     health_check: str | None = flag(
@@ -352,8 +345,8 @@ class DetectionFlags:
     bandwidth_factor: float | None = flag(
         "--bandwidth-factor",
         "F",
-        "With --health-check auto, reject hosts below F times the median bandwidth of the others (default:"
-        f" {Settings.bandwidth_factor:g}; 0: off).",
+        "With --health-check auto: reject hosts below F times the median bandwidth; 0: off (default:"
+        f" {Settings.bandwidth_factor:g}).",
         number,
         variable="ELASTIC_BANDWIDTH_FACTOR",
         keys=("health_check.bandwidth_factor",),
@@ -362,8 +355,7 @@ class DetectionFlags:
     quarantine: str | None = flag(
         "--quarantine",
         "WHICH",
-        "Quarantine the slot or the host of a worker with wrong results: slot, host or off (default:"
-        f" {Settings.quarantine}).",
+        f"What to quarantine after wrong results of a worker: slot, host or off (default: {Settings.quarantine}).",
         variable="ELASTIC_QUARANTINE",
         keys=("verification.quarantine",),
         use=Use(functions=FUNCTIONS, setting="quarantine"),
@@ -371,7 +363,7 @@ class DetectionFlags:
     keep_faulty: str | None = flag(
         "--keep-faulty",
         "DIR",
-        "Save the state of a worker with wrong results in DIR (default: not saved).",
+        "Directory for the state of a worker with wrong results (default: not saved).",
         variable="ELASTIC_KEEP_FAULTY",
         keys=("verification.keep",),
         use=Use(functions=FUNCTIONS, for_workers=True),
@@ -379,8 +371,8 @@ class DetectionFlags:
     straggler_factor: float | None = flag(
         "--straggler-factor",
         "F",
-        "Report workers slower than F times the median of the others as stragglers (default:"
-        f" {Settings.straggler_factor:g}; 0: off).",
+        "Report workers below F times the median speed as stragglers; 0: off (default:"
+        f" {Settings.straggler_factor:g}).",
         number,
         variable="ELASTIC_STRAGGLER_FACTOR",
         keys=("stragglers.factor",),
@@ -396,7 +388,7 @@ class DetectionFlags:
     stall_warning: float | None = flag(
         "--stall-check-warning-time-seconds",
         "S",
-        "Log tensors that some ranks have not submitted for S seconds; sets --busy-warning (default:"
+        "Log tensors that some ranks have not submitted for S seconds; also sets --busy-warning (default:"
         " HOROVOD_STALL_CHECK_TIME_SECONDS, or 60).",
         number,
         variable="HOROVOD_STALL_CHECK_TIME_SECONDS",
@@ -406,8 +398,8 @@ class DetectionFlags:
     stall_shutdown: float | None = flag(
         "--stall-check-shutdown-time-seconds",
         "S",
-        "Fail collectives that some ranks have not submitted for S seconds; sets --busy-timeout; 0: never (default:"
-        " HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 0 for collectives).",
+        "Fail collectives that some ranks have not submitted for S seconds; 0: never; also sets --busy-timeout"
+        " (default: HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or 0 for collectives).",
         number,
         variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
         keys=("stall_check.shutdown_time_seconds",),
@@ -418,8 +410,8 @@ class DetectionFlags:
         given(
             "--no-stall-check",
             False,
-            "Disable all stall and failure timeouts except --lease; also HOROVOD_STALL_CHECK_DISABLE=1."
-            " Re-enable with --stall-check.",
+            "Disable all stall and failure timeouts except --lease (also: HOROVOD_STALL_CHECK_DISABLE=1; opposite:"
+            " --stall-check).",
             variable="HOROVOD_STALL_CHECK_DISABLE",
             keys=("stall_check.enabled=false",),
         ),
@@ -435,13 +427,13 @@ class OutputFlags:
     output_filename: str | None = flag(
         "--output-filename",
         "DIR",
-        "Copy the output of each worker to DIR/rank.N/stdout and stderr (DIR/HOST.SLOT/ while it has no rank).",
+        "Copy each worker's output to DIR/rank.N/stdout and stderr (without a rank: DIR/HOST.SLOT/).",
         use=ON_LAUNCH,
     )
     stdin: int | None = flag(
         "--stdin",
         "RANK",
-        "Pass standard input to the worker of this rank on this machine (default: no worker).",
+        "Rank on this machine that receives standard input (default: none).",
         whole(0),
         keys=("stdin.rank",),
         use=ON_LAUNCH,
@@ -463,8 +455,8 @@ class OutputFlags:
         given(
             "--timeline-mark-cycles",
             True,
-            "Mark negotiation rounds in the timeline; also HOROVOD_TIMELINE_MARK_CYCLES=1. Disable with"
-            " --no-timeline-mark-cycles.",
+            "Mark negotiation rounds in the timeline (also: HOROVOD_TIMELINE_MARK_CYCLES=1; opposite:"
+            " --no-timeline-mark-cycles).",
             variable="HOROVOD_TIMELINE_MARK_CYCLES",
             keys=("timeline.mark_cycles=true",),
         ),
@@ -474,13 +466,12 @@ class OutputFlags:
     journal: str | None = flag(
         "--journal",
         "FILE",
-        "Record all events and decisions of the driver. Five earlier jobs are kept as FILE.1 (newest) to"
-        " FILE.5, and older parts of a long journal as FILE.segment-N.",
+        "Record all events and decisions of the driver; keep older parts and five earlier journals.",
         use=ON_LAUNCH,
     )
     summary: bool = switch(
         "--summary",
-        "Print a breakdown of the time of the job and of each worker; also ELASTIC_SUMMARY=1.",
+        "Print how the job and each worker spent their time (also: ELASTIC_SUMMARY=1).",
         variable="ELASTIC_SUMMARY",
         keys=("summary.enabled=true",),
         use=EVERYWHERE,
@@ -495,18 +486,18 @@ class OutputFlags:
     )
     digests: bool = switch(
         "--digests",
-        "Record digests of all state tensors at each commit in --journal, for python -m elastic.chaos exact.",
+        "Record digests of all state tensors in --journal, for `python -m elastic.chaos exact`.",
     )
     strict: bool = switch(
         "--strict",
-        "Fail on script mistakes (exit code 2) and on workers lost to script failures (exit code 1).",
+        "Fail on script mistakes (exit code 2) and on script failures (exit code 1).",
         variable="ELASTIC_STRICT",
         keys=("checks.strict=true",),
         use=Use(setting="strict", for_workers=True),
     )
     allow_inexact: bool = switch(
         "--allow-inexact",
-        "elastic.Shards: allow workers whose results are not bitwise identical, and log the first such step.",
+        "With elastic.Shards: allow workers whose results are not bitwise identical.",
     )
     metrics_port: int | None = flag(
         "--metrics-port",
@@ -515,7 +506,9 @@ class OutputFlags:
         whole(1),
     )
     metrics_host: str | None = flag(
-        "--metrics-host", "ADDRESS", "Address to serve metrics on, without access control."
+        "--metrics-host",
+        "ADDRESS",
+        "Address to serve metrics on, without access control (default: 127.0.0.1).",
     )
     dashboard: str | None = flag(
         "--dashboard",
@@ -528,8 +521,8 @@ class OutputFlags:
     )
     opentelemetry: bool = switch(
         "--opentelemetry",
-        "Export traces of recoveries and world changes, configured by OTEL_EXPORTER_OTLP_ENDPOINT; also"
-        " ELASTIC_OPENTELEMETRY=1.",
+        "Export traces of recoveries and world changes to OTEL_EXPORTER_OTLP_ENDPOINT (also:"
+        " ELASTIC_OPENTELEMETRY=1).",
         variable="ELASTIC_OPENTELEMETRY",
         keys=("opentelemetry.enabled=true",),
     )
@@ -553,7 +546,7 @@ class OutputFlags:
         given(
             "--log-without-timestamp --log-hide-timestamp",
             False,
-            "Omit the time from log lines; also HOROVOD_LOG_HIDE_TIME=1. Re-enable with --log-with-timestamp.",
+            "Omit the time from log lines (also: HOROVOD_LOG_HIDE_TIME=1; opposite: --log-with-timestamp).",
             variable="HOROVOD_LOG_HIDE_TIME",
             keys=("logging.with_timestamp=false", "logging.hide_timestamp=true"),
         ),
@@ -578,7 +571,7 @@ class GeneralFlags:
     check_build: bool = switch("-cb --check-build", "Print build information and exit.")
     version: bool = switch("-v --version", "Print the version and exit.")
     disable_cache: bool = switch(
-        "--disable-cache", "Do not cache checks (accepted for Horovod compatibility; no effect)."
+        "--disable-cache", "Do not cache checks (no effect; accepted from Horovod)."
     )
 
 
@@ -616,19 +609,20 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ("workers", None, (WorkerFlags,)),
     (
         "hosts",
-        "Pass at most one of -H, --hostfile, --host-discovery-script and --slurm. Default without --etcd: this"
-        " machine.",
+        "Pass at most one of -H, --hostfile, --host-discovery-script and --slurm. Without these flags and --etcd,"
+        " all\nworkers run on this machine.",
         (HostFlags,),
     ),
     (
         "several hosts",
-        "Listed hosts are reached over ssh. With --etcd, hosts are those that run `elasticrun agent`.\n  More:"
-        " elasticrun docs many-hosts",
+        "Listed hosts are reached over ssh. With --etcd and without -H, hosts are those that run `elasticrun"
+        " agent`.\nMore: elasticrun docs many-hosts",
         (SshFlags, EtcdFlags, KubernetesFlags),
     ),
     (
         "checkpoints",
-        "Durable checkpoints, written to shared storage. More: elasticrun docs checkpoints",
+        "Durable checkpoints on shared storage. A final checkpoint is written at the end, except after Ctrl-C.\n"
+        "  More: elasticrun docs checkpoints",
         (CheckpointFlags,),
     ),
     (
@@ -638,13 +632,14 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     ),
     (
         "driver failover",
-        "Keep workers running when the driver is lost, and resume with another driver. More: "
-        "elasticrun docs many-hosts",
+        "Keep workers running when the driver is lost, and resume with another driver. If all workers were lost"
+        " too,\ntraining resumes from --checkpoint-dir.\nMore: elasticrun docs many-hosts",
         (FailoverFlags,),
     ),
     (
         "security",
-        "Authentication of all connections; encryption with TLS. More: elasticrun docs security",
+        "Authentication of all connections, and encryption with TLS. Without a secret, the driver generates one.\n"
+        "  More: elasticrun docs security",
         (SecurityFlags,),
     ),
     ("communication", None, (CommunicationFlags,)),

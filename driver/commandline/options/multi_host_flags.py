@@ -27,17 +27,17 @@ class SshFlags:
         "-i --ssh-identity-file", "FILE", "SSH private key for the other hosts.", use=ON_LAUNCH
     )
     ssh_config: str | None = flag(
-        "--ssh-config", "FILE", "ssh configuration file (default: the user's)."
+        "--ssh-config", "FILE", "ssh configuration file (default: ~/.ssh/config)."
     )
     remote_python: str | None = flag(
         "--remote-python",
         "PATH",
-        "Python with hvd-elastic on other hosts (default: the same path as here, else python3).",
+        "Python interpreter on the other hosts (default: the same path as here, else python3).",
     )
     exported: list[str] | None = flag(
         "--export",
         "NAMES",
-        "Environment variables to pass to all workers, besides HOROVOD_*, NCCL_* and similar.",
+        "Further environment variables for all workers, besides HOROVOD_*, NCCL_* and similar.",
         action=NameList,
     )
 
@@ -48,9 +48,7 @@ class EtcdFlags:
 
     job_name: str | None = flag("--job", "NAME", "Name of the job, shared by driver and agents.")
     etcd: str | None = flag(
-        "--etcd",
-        "HOST:PORT,...",
-        "etcd endpoints. Without -H, hosts are those with a registered agent.",
+        "--etcd", "HOST:PORT,...", "etcd endpoints of the job, as in etcd1:2379,etcd2:2379."
     )
     etcd_user: str | None = flag(
         "--etcd-user",
@@ -59,7 +57,7 @@ class EtcdFlags:
     )
     etcd_ca: str | None = flag("--etcd-ca", "FILE", "CA certificate for etcd; enables TLS.")
     etcd_cert: str | None = flag("--etcd-cert", "FILE", "Client certificate for etcd.")
-    etcd_key: str | None = flag("--etcd-key", "FILE", "Key of the client certificate.")
+    etcd_key: str | None = flag("--etcd-key", "FILE", "Private key of --etcd-cert.")
 
 
 @dataclass
@@ -67,7 +65,7 @@ class KubernetesFlags:
     """Flags for hosts that are Kubernetes pods."""
 
     kubernetes: bool = switch(
-        "--kubernetes", "Discover hosts as pods of release --job through the Kubernetes API."
+        "--kubernetes", "Discover hosts as the pods of --job through the Kubernetes API."
     )
     kubernetes_selector: str | None = flag(
         "--kubernetes-selector",
@@ -78,22 +76,22 @@ class KubernetesFlags:
     kubernetes_namespace: str | None = flag(
         "--kubernetes-namespace",
         "NAME",
-        "With --kubernetes: namespace of the pods (default: that of this pod).",
+        "With --kubernetes: namespace of the pods (default: the namespace of this pod).",
     )
     program_from_pods: bool = switch(
         "--program-from-pods",
-        "With --kubernetes: run the program that follows -- in the agents' command.",
+        "With --kubernetes: run the program given after -- in the pods' agent command.",
     )
     node_notices: list[str] | None = flag(
         "--node-notices",
         "NAMES",
-        "With --kubernetes: additional taints and conditions that announce a node's removal.",
+        "With --kubernetes: further node taints and conditions to treat as preemption notices.",
         action=NameList,
     )
     kubernetes_service: str | None = flag(
         "--kubernetes-service",
         "NAME",
-        "Headless service for host discovery; with --kubernetes, used only if listing pods fails.",
+        "Headless service for host discovery; with --kubernetes, a fallback for the API.",
     )
 
 
@@ -102,16 +100,14 @@ class FailoverFlags:
     """Flags for driver failover."""
 
     resume: bool = switch(
-        "--resume",
-        "Continue the job recorded in --journal or --etcd, or start a new one. If all workers were lost, training "
-        "resumes from --checkpoint-dir.",
+        "--resume", "Continue the job recorded in --journal or --etcd, or start a new one."
     )
     standby: bool = switch(
-        "--standby", "Run as standby driver: take over the job in --etcd when its driver is lost."
+        "--standby", "Run as standby driver: take over the job in --etcd when its driver fails."
     )
     fresh: bool = switch(
         "--fresh",
-        "Start a new job; discard an earlier one in --journal or under --job.",
+        "Start a new job; discard the earlier job in --journal or --etcd.",
         use=EVERYWHERE,
     )
     driver_timeout: float | None = flag(
@@ -122,7 +118,10 @@ class FailoverFlags:
         seconds,
     )
     driver_port: int | None = flag(
-        "--driver-port", "PORT", "Port to listen on for agents (default: any free port).", whole(1)
+        "--driver-port",
+        "PORT",
+        "Port on which the driver accepts agents (default: any free port).",
+        whole(1),
     )
 
 
@@ -133,7 +132,7 @@ class CheckpointFlags:
     checkpoint_dir: str | None = flag(
         "--checkpoint-dir",
         "DIR",
-        "Write commits to this shared folder or fsspec URL; resume from the newest (default:"
+        "Shared folder or fsspec URL of checkpoints; training resumes from the newest (default:"
         " ELASTIC_CHECKPOINT_DIR).",
         variable="ELASTIC_CHECKPOINT_DIR",
         keys=("checkpoint.dir",),
@@ -142,8 +141,7 @@ class CheckpointFlags:
     checkpoint_every: str | None = flag(
         "--checkpoint-every",
         "EVERY",
-        f"Checkpoint interval: 60s, 10m, 1h, 500commits or manual (default: {DEFAULT_EVERY})."
-        " A final checkpoint is written at the end, except after Ctrl-C.",
+        f"Checkpoint interval: 60s, 10m, 1h, 500commits or manual (default: {DEFAULT_EVERY}).",
         variable="ELASTIC_CHECKPOINT_EVERY",
         keys=("checkpoint.every",),
         use=EVERYWHERE,
@@ -160,15 +158,13 @@ class CheckpointFlags:
     begin_from: str | None = flag(
         "--from",
         "DIR@COMMIT",
-        "Start from this commit (see `elasticrun checkpoints DIR`). New checkpoints are written "
-        "to --checkpoint-dir.",
+        "Start from this commit; write new checkpoints to --checkpoint-dir.",
         use=EVERYWHERE,
     )
     restarts: int | None = flag(
         "--restarts",
         "N",
-        "Restarts of all workers without a new checkpoint before the job fails (default:"
-        f" {DEFAULT_RESTARTS}).",
+        f"Maximum number of restarts of all workers without a new checkpoint (default: {DEFAULT_RESTARTS}).",
         whole(0),
         keys=("checkpoint.restarts",),
         use=EVERYWHERE,
@@ -191,8 +187,8 @@ class PreemptionFlags:
     preload: str | None = flag(
         "--preload",
         "MODULES",
-        "Modules to preload in spare processes: NAMES, auto (the script's first imports), auto,2 "
-        "(two processes) or off (default: ELASTIC_PRELOAD, or auto if the job is elastic).",
+        "Modules to preload in spare processes: NAMES, auto (imports of the script) or off; add ,2 for two processes"
+        " (default: ELASTIC_PRELOAD, or auto if the job is elastic).",
         variable="ELASTIC_PRELOAD",
         keys=("preload.modules",),
         use=EVERYWHERE,
@@ -206,15 +202,15 @@ class SecurityFlags:
     secret_file: str | None = flag(
         "--secret-file",
         "FILE",
-        "File with the job's secret, created by `elasticrun secret FILE` (default:"
-        " ELASTIC_SECRET_FILE, or the secret in ELASTIC_JOB_SECRET; otherwise the driver generates one).",
+        "File with the job's secret, created by `elasticrun secret FILE` (default: ELASTIC_SECRET_FILE, or the"
+        " secret in ELASTIC_JOB_SECRET).",
     )
     tls_cert: str | None = flag(
         "--tls-cert",
         "FILE",
         "TLS certificate of this process; enables TLS for control connections.",
     )
-    tls_key: str | None = flag("--tls-key", "FILE", "Key of the TLS certificate.")
+    tls_key: str | None = flag("--tls-key", "FILE", "Private key of --tls-cert.")
     tls_ca: str | None = flag(
         "--tls-ca", "FILE", "CA certificate that signed the certificates of all hosts."
     )

@@ -14,24 +14,24 @@ Run a training script on several workers; keep training when workers fail or joi
   elasticrun -np 8 -H gpu1:4,gpu2:4 python train.py     two machines, reached over ssh
 
 workers
-  -np N                        number of workers; elastic: the default of --min-np and --max-np
+  -np N                        number of workers (default: --min-np)
   --min-np N                   smallest number of workers to continue with; makes the job elastic
-  --max-np N                   maximum number of workers, including at startup (default: -np)
+  --max-np N                   largest number of workers, also at startup (default: -np)
   --standbys N                 spare workers that replace a lost one immediately (default: 0)
-  --reset-limit N              failures to survive before the job ends (default: no limit)
+  --reset-limit N              maximum number of recoveries from failures (default: no limit)
 hosts
   -H, --hosts LIST             hosts and slots: gpu1:4,gpu2:4 (default: this machine)
   --hostfile FILE              read hosts from a file, one per line: gpu1 slots=4
   --host-discovery-script CMD  program that prints the current hosts, run every second
   --etcd, --kubernetes, --network-interface, --ssh-port, --secret-file: elasticrun docs many-hosts
 checkpoints and driver failover
-  --checkpoint-dir DIR         write commits to a shared folder or URL; resume from the newest
-  --checkpoint-every EVERY     60s, 10m, 500commits or manual (default: 60s)
-  --from DIR@COMMIT, --fresh   start from this commit, or start a new job
-  --journal FILE               record every event, for elasticrun explain and --resume
-  --resume                     continue the job of --journal after losing its driver
+  --checkpoint-dir DIR         shared folder or URL of checkpoints; resume from the newest
+  --checkpoint-every EVERY     checkpoint interval: 60s, 10m, 500commits or manual (default: 60s)
+  --from DIR@COMMIT, --fresh   start from this commit; start a new job
+  --journal FILE               record all events, for elasticrun explain and --resume
+  --resume                     continue the job of --journal after a loss of its driver
 preemption and failure detection
-  --preemption SOURCE          aws, gcp, azure, slurm, a command, off (default: auto)
+  --preemption SOURCE          aws, gcp, azure, slurm, a command or off (default: auto)
   --busy-timeout S             kill a busy worker after its peers waited S seconds (default: 600)
   --idle-timeout S             kill an idle worker after its peers waited S seconds (default: 30)
 output
@@ -40,7 +40,7 @@ output
   --metrics-port PORT          serve Prometheus metrics
   --output-filename DIR        copy the output of each worker to its own file
   --verbose                    log recovery phases and details of decisions
-  --strict                     end the job if its first steps show a mistake in the script
+  --strict                     fail on script mistakes and script failures
 
   --help-all                   all flags, including those of horovodrun and torchrun
   --version, --check-build     print the version, or build information

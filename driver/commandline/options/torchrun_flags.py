@@ -119,15 +119,11 @@ class TorchrunFlags:
     nproc_per_node: str | None = flag(
         "--nproc-per-node --nproc_per_node",
         "N",
-        "Workers per host: a number, cpu (one per core), gpu (one per GPU) or auto (one per GPU, else per core).",
+        "Workers per host: a number, cpu (cores), gpu (GPUs) or auto (GPUs, else cores).",
         _per_host,
     )
     nnodes: tuple[int, int] | None = flag(
-        "--nnodes",
-        "N[:M]",
-        "Number of hosts; a range makes the job elastic, with N to M times --nproc-per-node"
-        " workers.",
-        _hosts,
+        "--nnodes", "N[:M]", "Number of hosts, or a range N:M for an elastic job.", _hosts
     )
     standalone: bool = switch("--standalone", "Run on this host only.")
     max_restarts: int | None = flag(
@@ -145,7 +141,7 @@ class TorchrunFlags:
     rdzv_endpoint: str | None = flag(
         "--rdzv-endpoint --rdzv_endpoint",
         "HOST:PORT",
-        "Same as --etcd if --rdzv-backend is etcd or etcd-v2; otherwise no effect.",
+        "With --rdzv-backend etcd or etcd-v2: same as --etcd; otherwise no effect.",
     )
     master_addr: str | None = flag(
         "--master-addr --master_addr",

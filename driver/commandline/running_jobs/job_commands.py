@@ -38,9 +38,8 @@ from elastic.driver.processes.console import shown
 from elastic.errors import Invalid
 
 DESCRIPTION = """\
-JOB is a name or the process ID of a driver; omit it if you run a single job on this machine. To select a job by
-its journal, pass --journal; for a job whose driver is on another machine, --etcd; for a detached job on Ray,
---ray."""
+JOB is the name of a job or the process ID of its driver; omit it if only one of your jobs runs on this machine. Pass
+--journal to select a job by its journal, --etcd for a job of another machine, or --ray for a detached job on Ray."""
 
 WATCH_S = 0.5
 FOLLOW_S = 0.2
@@ -82,7 +81,7 @@ VERBS: dict[str, Verb] = {
     ),
     "stacks": Verb(
         "[JOB] [RANK]",
-        "Show the Python stack of one worker or of the first eight; script frames come first.",
+        "Show the Python stacks of one worker or of the first eight, innermost script frames first.",
         (0, 1),
         ("all_threads", "log", "json"),
     ),
@@ -128,7 +127,7 @@ def command_parser(name: str) -> ArgumentParser:
     parser = ArgumentParser(
         prog=f"elasticrun {name}",
         usage=f"elasticrun {name} [flags] {verb.usage}".rstrip(),
-        description=f"{verb.text}\n\n{DESCRIPTION}",
+        description=f"{verb.text}\n\n{DESCRIPTION}" if verb.named else verb.text,
     )
     if verb.flags:
         add_declared(parser.group("options"), CommandOptions, *verb.flags)

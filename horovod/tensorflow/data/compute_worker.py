@@ -107,19 +107,26 @@ def _command(words: Sequence[str] | None = None) -> None:
         description="Run a worker of TensorFlow's tf.data service on every rank. Start with horovodrun.",
     )
     parser.add_argument(
-        "configfile", help="file for training jobs, on storage that both jobs can read"
+        "configfile",
+        help="configuration file for the training job, on storage that both jobs can read",
     )
     parser.add_argument(
         "--dispatchers",
         type=_count,
         default=1,
-        help="1 dispatcher for all training ranks, or one for each",
+        help="number of dispatchers: 1, or the number of training ranks (default: 1)",
     )
     parser.add_argument(
-        "--dispatcher-side", choices=SIDES, default="compute", help="job that runs the dispatchers"
+        "--dispatcher-side",
+        choices=SIDES,
+        default="compute",
+        help="job that runs the dispatchers (default: compute)",
     )
     parser.add_argument(
-        "--timeout", type=_seconds, default=60.0, help="seconds to wait until both jobs are up"
+        "--timeout",
+        type=_seconds,
+        default=60.0,
+        help="seconds to wait until both jobs are connected (default: 60)",
     )
     given = parser.parse_args(words)
     main(given.dispatchers, given.dispatcher_side, given.configfile, given.timeout)
