@@ -92,7 +92,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
-            raise AttributeError(f"module 'elastic' has no attribute {name!r}")
+            raise AttributeError(f"module 'elastic' has no attribute {name!r}: see dir(elastic)")
         home = _HOME[name]
         value = (
             importlib.import_module(f"{home}.{name}")

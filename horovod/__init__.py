@@ -25,4 +25,4 @@ def __getattr__(name: str) -> Any:
         from horovod.runner import run
 
         return run
-    raise AttributeError(f"module 'horovod' has no attribute {name!r}")
+    raise AttributeError(f"module 'horovod' has no attribute {name!r}: see dir(horovod)")

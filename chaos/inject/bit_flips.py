@@ -87,6 +87,6 @@ class BitFlips:
         except catalog.IncompleteCommit:
             return "its checkpoint was removed before it was read"
         except UnreadableCommit as error:
-            return f"found: {error}"
+            return f"found: {error.trouble}"
         trouble = catalog.verify(self._checkpoints, found)
         return f"found: {trouble}" if trouble else "NOT FOUND: the checkpoint seems intact"

@@ -120,7 +120,7 @@ class Injector:
         )
         try:
             if not self._begin(fault, injected, process, pids):
-                raise NotOurs(f"{worker} has exited")
+                raise NotOurs(f"{worker} has already exited: inject the fault earlier")
         except BaseException:
             process.close()
             raise
@@ -211,7 +211,7 @@ class Injector:
             case kind if kind == SPOILS_FILE:
                 return self._spoil(injected)
             case _:
-                raise AssertionError(f"unknown kind of fault: {fault.kind}")
+                raise AssertionError(f"no method injects the fault {fault.kind}: add one")
 
     def _spoil(self, injected: Injected) -> bool:
         assert self._flips is not None, "checked before the job was started"
@@ -259,13 +259,18 @@ class Injector:
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
-            raise NotOurs(f"{worker} has exited (process {pid})") from None
+            raise NotOurs(
+                f"{worker} (process {pid}) has already exited: inject the fault earlier"
+            ) from None
         process = _Process(pid, pidfd)
         # A preloaded process keeps the environment with which it was started, even if it becomes another worker.
         named = carries(pid, [self._mark, f"ELASTIC_WORKER={worker}"])
         if not named and not carries(pid, [self._mark, f"{PREPARED}=1"]):
             process.close()
-            raise NotOurs(f"process {pid} of this machine is not {worker} of this job")
+            raise NotOurs(
+                f"process {pid} of this machine is not {worker} of this job: run the command on the machine"
+                " of the worker"
+            )
         return process
 
 

@@ -48,7 +48,7 @@ def read_plan(text: str, name: str) -> plan.Plan:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise Invalid(f"{name} is not valid TOML: {error}") from None
+        raise Invalid(f"{name} is not valid TOML: {error}. Correct the line") from None
     # Raised for a number with thousands of digits, or for deeply nested brackets.
     except (ValueError, RecursionError):
         raise Invalid(

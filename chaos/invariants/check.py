@@ -12,7 +12,7 @@ from elastic.errors import Invalid
 DESCRIPTION = """\
 Check the invariants of a finished job in the journals of all its drivers (elasticrun --journal FILE): no commit that
 a survivor held and no sealed commit of a sharded state is lost, replicas are equal, a killed worker does not rejoin,
-every wait ends, and more. Exits with 1 if an invariant is violated, and prints the line of the journal that shows it."""
+every wait ends, and more. Exits with 1 if an invariant is violated, and names the line of the journal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from elastic.driver.journal.journal import ReplayDiffers, recording, replay, sto
 
 DESCRIPTION = """\
 Replay the events of a journal with a new driver, compare its decisions with the recorded ones, and check every
-invariant. Exits with 1 if they differ or an invariant is broken."""
+invariant. Exits with 1 if they differ or an invariant is violated."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -129,7 +129,8 @@ def _refuse_what_cannot_run(options: argparse.Namespace) -> None:
         raise Invalid(f"{what} and runs until all --steps are trained: omit --seconds")
     if options.sharded and large:
         raise Invalid(
-            f"--sharded supports jobs of fewer than {LARGE} workers, but this job has {options.workers} workers"
+            f"--sharded supports jobs of fewer than {LARGE} workers, but --workers is {options.workers}: lower"
+            " --workers, or omit --sharded"
         )
     if options.journal is None:
         return

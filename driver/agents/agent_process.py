@@ -148,7 +148,7 @@ def _at_addresses(drivers: list[str], file: str = "") -> Find:
             except OSError as error:
                 troubles.append(str(error))
         if not found:
-            raise NoDriver("; ".join(troubles))
+            raise NoDriver(f"{'; '.join(troubles)}: check the addresses of --driver")
         return found
 
     return find

@@ -180,7 +180,7 @@ def measure(
             rate, complete = _transfer(client, encoded(request), deadline)
             if not complete and rate == 0.0:
                 # not a low bandwidth of the measured host, so report no result
-                raise TimeoutError("the other host did not answer")
+                raise TimeoutError("the other host did not answer in time: check its network")
             best[type(request)] = max(rate, best.get(type(request), 0.0))
             if not complete:
                 break

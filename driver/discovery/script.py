@@ -88,7 +88,7 @@ class ScriptDiscovery(PolledDiscovery):
             ) from None
         if code != 0:
             ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise Invalid(f"{self.name} {ending}{_tail(errors)}")
+            raise Invalid(f"{self.name} {ending}{_tail(errors)}; run it by hand to see its error")
         if len(output) >= OUTPUT_LIMIT:
             raise Invalid(
                 f"{self.name} printed more than {OUTPUT_LIMIT} bytes: change the script to print one host per line and"

@@ -235,13 +235,15 @@ class EtcdClient:
             while True:
                 answer = await connection.outcome(stream.read(), within_s)
                 if not hasattr(answer, "events"):
-                    raise Unavailable("etcd ended the watch")
+                    raise Unavailable("etcd ended the watch: see its log")
                 self._members.answered()
                 if answer.compact_revision:
                     return
                 if answer.canceled:
                     # Reconnect, because the token may have expired: each connection requests a new token.
-                    raise Unavailable(answer.cancel_reason or "etcd cancelled the watch")
+                    raise Unavailable(
+                        answer.cancel_reason or "etcd cancelled the watch: see its log"
+                    )
                 # Wait for changes without a deadline: `_pulse` closes the connection if etcd is unavailable.
                 within_s = None
                 if answer.events:
@@ -254,7 +256,7 @@ async def _one(stream: Any) -> Any:
     answer = await stream.read()
     stream.cancel()
     if not hasattr(answer, "TTL"):
-        raise Unavailable("etcd closed the stream of a pending request")
+        raise Unavailable("etcd closed the stream of a pending request: see its log")
     return answer
 
 

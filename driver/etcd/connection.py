@@ -130,7 +130,9 @@ class EtcdConnection:
             raise
         if not done:
             _forget(task)
-            raise Unavailable(f"etcd did not respond within {within_s:g} s")
+            raise Unavailable(
+                f"etcd did not respond within {within_s:g} s: check its load and the network"
+            )
         if task.cancelled():
             raise Unavailable("the connection to etcd was closed")
         error = task.exception()

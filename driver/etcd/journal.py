@@ -93,12 +93,13 @@ class EtcdArchive:
         except (msgspec.MsgspecError, ValueError) as error:
             where = f"the journal in etcd under {self._folder}"
             raise Invalid(
-                f"{where} can't be resumed: {error}. Pass --fresh to start a new job"
+                f"{where} can't be resumed: {error}. Restore it from a backup of etcd, or pass --fresh to start a new"
+                " job"
             ) from error
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> EtcdJournal:
         if self._next is None:
-            raise RuntimeError("the journal has not been read from etcd yet")
+            raise RuntimeError("the journal has not been read from etcd yet: call past() first")
         journal = EtcdJournal(self._leader, self._folder, header, header.writer, policy)
         await journal.replace([*self._obsolete, *self._counting], self._next)
         return journal
@@ -107,7 +108,7 @@ class EtcdArchive:
         self, past: RecoveredJob, writer: Writer, policy: SnapshotPolicy | None = None
     ) -> EtcdJournal:
         if self._next is None:
-            raise RuntimeError("the journal has not been read from etcd yet")
+            raise RuntimeError("the journal has not been read from etcd yet: call past() first")
         journal = EtcdJournal(
             self._leader, self._folder, past.header, writer, policy, entries=past.replayed
         )

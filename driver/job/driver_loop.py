@@ -652,7 +652,10 @@ class Driver:
                     self._starts = None
                 return ("info", line)
             case _:
-                raise AssertionError(f"unhandled action {type(action).__name__}")
+                raise AssertionError(
+                    f"no handler exists for the action {type(action).__name__}: add one to this"
+                    " method"
+                )
         return None
 
     def _news(self, text: str) -> Line:

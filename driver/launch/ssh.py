@@ -117,7 +117,7 @@ class SshStarter:
         try:
             parse_host(f"[{host}]" if ":" in host else host)
         except Invalid as error:
-            raise StartFailed(f"no agent was started by ssh: {error}") from None
+            raise StartFailed(f"no agent was started over ssh: {error}") from None
         pythons = (
             [self._options.python] * 2 if self._options.python else [sys.executable, "python3"]
         )

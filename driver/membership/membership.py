@@ -230,7 +230,7 @@ class Membership:
             ):
                 pass  # No action is needed, because deadlines are checked after every event.
             case _:
-                raise IllegalEvent("no handler is registered for the event")
+                raise IllegalEvent("no part handles this event: add a handler")
 
     def _overdue(self) -> None:
         for record in self.worlds.staff.overdue():

@@ -222,9 +222,15 @@ def restore_snapshot(data: bytes, settings: Settings) -> Membership:
     except Invalid:
         raise
     except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise Invalid(f"the snapshot is invalid: {error!r}") from error
+        raise Invalid(
+            f"the snapshot is invalid: {error!r}. Resume from an earlier journal, or start a new job with"
+            " --fresh"
+        ) from error
     if not isinstance(found, Membership):
-        raise Invalid(f"the snapshot contains a {type(found).__name__} instead of a job")
+        raise Invalid(
+            f"the snapshot contains a {type(found).__name__} instead of a Membership: start a new job with"
+            " --fresh"
+        )
     return found
 
 
@@ -319,7 +325,9 @@ class _Taking:
             way = self._ways.get(kind)
             if way is None:
                 name = f"{kind.__module__}.{kind.__qualname__}"
-                raise SnapshotError(f"a snapshot can't contain {name}: {new[kind][0]!r:.200}")
+                raise SnapshotError(
+                    f"a snapshot can't contain {new[kind][0]!r:.200} of class {name}: add the class to OBJECTS"
+                )
             if found:
                 way(kind, found)
 
@@ -406,7 +414,9 @@ class _Taking:
         for key, value in dict(zip(keys, found, strict=True)).items():
             owner, name = value.__self__, value.__name__
             if (type(owner), name) not in METHODS:
-                raise SnapshotError(f"a snapshot can't contain the method {value!r:.200}")
+                raise SnapshotError(
+                    f"a snapshot can't contain the method {value!r:.200}: add it to METHODS"
+                )
             if key not in self._methods:
                 self._add([value], [[name], self._column([owner])], _METHOD)
                 self._methods[key] = self._places[id(value)]
@@ -415,7 +425,10 @@ class _Taking:
 
     def _of_settings(self, _: type, found: list[Any]) -> None:
         if any(value is not self._settings for value in found):
-            raise SnapshotError("a snapshot can't contain more than one Settings object")
+            raise SnapshotError(
+                "a snapshot can't contain more than one Settings object: refer to the settings of"
+                " the job"
+            )
         self._add(found, [], Settings.__name__)
 
     # Mutable objects may appear anywhere in the table and may form cycles.
@@ -568,7 +581,7 @@ class _Making:
     @staticmethod
     def _method(name: str, owner: Any) -> Any:
         if (type(owner), name) not in METHODS:
-            raise ValueError(f"a snapshot can't contain the method {name}")
+            raise ValueError(f"a snapshot can't contain the method {name}: add it to METHODS")
         return getattr(owner, name)
 
     def _fill(self, block: _Block, kind: type, names: list[str], made: list[Any]) -> None:

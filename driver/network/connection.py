@@ -147,7 +147,10 @@ class Connection(asyncio.Protocol, Generic[Who]):
 
     def _authenticate(self, message: Any) -> None:
         if not self._calls and self.wire.unread:
-            raise ProtocolError("the peer sent more data before authentication completed")
+            raise ProtocolError(
+                "the peer sent data before authentication completed: check that it is an agent or"
+                " worker of this job"
+            )
         self._identity = self._owner.authenticate(self, message)
         if self._identity is not None and self._deadline is not None:
             self._deadline.cancel()
@@ -159,11 +162,16 @@ class Connection(asyncio.Protocol, Generic[Who]):
             ProtocolError: the peer sent more than the limit, or uses TLS although this job does not.
         """
         if not self._unproved and self._tls is None and data[:2] == _TLS_HELLO:
-            raise ProtocolError(f"the peer uses TLS, but this job was started without {FLAGS}")
+            raise ProtocolError(
+                f"the peer uses TLS, but this job was started without {FLAGS}: pass these flags to the job"
+            )
         self._unproved += len(data)
         limit = HANDSHAKE_LIMIT if self._tls is None else TLS_HANDSHAKE_LIMIT
         if self._unproved > limit:
-            raise ProtocolError(f"the peer sent more than {limit} bytes before authentication")
+            raise ProtocolError(
+                f"the peer sent more than {limit} bytes before authentication: check that it belongs"
+                " to this job"
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.end(error=exc)

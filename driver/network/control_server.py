@@ -262,7 +262,8 @@ class ControlServer(Generic[Who]):
         callers = self.callers
         if not isinstance(answer, callers.answer):
             raise ProtocolError(
-                f"{type(answer).__name__} arrived before the peer was authenticated"
+                f"the peer sent {type(answer).__name__} before it was authenticated: install the same release on"
+                " every host"
             )
         if answer.version != VERSION:
             raise ProtocolError(
@@ -273,7 +274,10 @@ class ControlServer(Generic[Who]):
         expected = proof(self.secret, callers.role, connection.nonce, answer.nonce, str(peer))
         # The nonce must have a fixed length. Otherwise, different values could produce the same text for the proof.
         if len(answer.nonce) != NONCE_BYTES or not hmac.compare_digest(answer.proof, expected):
-            raise ProtocolError(f"the peer claims to be {peer}, but does not know the job's secret")
+            raise ProtocolError(
+                f"the peer claims to be {peer}, but does not know the job's secret: check that it"
+                " uses the same --secret-file"
+            )
         if not self._expected(peer):
             raise self._turned_away(
                 connection, answer, f"{peer} is not {_a(callers.role)} of this job"
@@ -301,10 +305,13 @@ class ControlServer(Generic[Who]):
 
     def hear(self, peer: Who, message: Any) -> None:
         if isinstance(message, self.callers.answer):
-            raise ProtocolError("the peer sent a second Answer message")
+            raise ProtocolError(
+                "the peer sent a second Answer message: install the same release on every host"
+            )
         if isinstance(message, Hello) and message.worker != peer:
             raise ProtocolError(
-                f"the peer authenticated as {peer}, but its Hello message names {message.worker}"
+                f"the peer authenticated as {peer}, but its Hello message names {message.worker}: install the same"
+                " release on every host"
             )
         self._heard(peer, message)
 

@@ -65,12 +65,12 @@ def parse_line(line: str, *, default_slots: int = 1, slots_min: int = 1) -> tupl
         return None
     match = _LINE.fullmatch(text)
     if match is None:
-        raise Invalid("not a valid entry: write host:slots or host slots=N")
+        raise Invalid(f"{text[:80]!r} is not a valid entry: write host:slots or host slots=N")
     host, slots = parse_host(match["host"], default_slots=default_slots, slots_min=slots_min)
     if match["slots"] is not None:
         if match["host"] not in (host, f"[{host}]"):
             raise Invalid(
-                "the slots are specified twice in one entry: write host:slots or host slots=N"
+                f"{text[:80]!r} specifies the slots twice: write host:slots or host slots=N"
             )
         slots = _slots(text, match["slots"], slots_min)
     return host, slots

@@ -57,7 +57,9 @@ async def resolved(
     try:
         await within(over(under_way), timeout_s)
     except asyncio.TimeoutError:
-        raise OSError(f"{name} could not be resolved within {timeout_s:g} s") from None
+        raise OSError(
+            f"{name} could not be resolved within {timeout_s:g} s: check the name server"
+        ) from None
     return list(under_way.result())
 
 
@@ -67,7 +69,9 @@ def _looked_up(name: str, port: int, ask: Callable[..., list[Any]]) -> Found:
         return list(dict.fromkeys((int(row[0]), _numeric(row[4])) for row in rows))
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise OSError(f"{name} could not be resolved: {reason}") from None
+        raise OSError(
+            f"{name} could not be resolved: {reason}. Check the spelling and DNS"
+        ) from None
     finally:
         # Remove the lookup before its result is set, so that later requests start a new one.
         with _starting:

@@ -44,14 +44,17 @@ class Aws:
         if answer.status == 404:
             return None
         if answer.status != 200:
-            raise SourceError(f"the metadata service returned status {answer.status}")
+            raise SourceError(
+                f"the metadata service returned status {answer.status}: enable IMDSv2 for this instance"
+            )
         content = answer.json()
         try:
             action, end = str(content["action"]), str(content["time"])
             moment = datetime.strptime(end, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
         except (KeyError, TypeError, ValueError) as error:
             raise SourceError(
-                f"the metadata service sent an unexpected response: {answer.text[:80]!r}"
+                f"the metadata service sent an unexpected response: {answer.text[:80]!r}. Outside AWS, pass"
+                " --preemption off"
             ) from error
         text = f"AWS will {action} this spot instance"
         return PreemptionNotice(text, answer.ends_at(moment.timestamp()))
@@ -90,7 +93,8 @@ class Aws:
         )
         if answer.status != 200 or not answer.text:
             raise SourceError(
-                f"the metadata service returned status {answer.status} instead of a token"
+                f"the metadata service returned status {answer.status} instead of a token: enable IMDSv2 for this"
+                " instance"
             )
         self._token = answer.text
         self._renew_at = time.monotonic() + TOKEN_S / 2

@@ -50,11 +50,16 @@ class Azure:
         if not self._own_name:
             answer = self._ask(NAME)
             if answer.status != 200:
-                raise SourceError(f"the metadata service returned status {answer.status}")
+                raise SourceError(
+                    f"the metadata service returned status {answer.status}: enable Scheduled Events for this machine"
+                )
             self._own_name = answer.text
         answer = self._ask(EVENTS, within_s=2.0 if self._answered else FIRST_ANSWER_S)
         if answer.status != 200:
-            raise SourceError(f"the metadata service returned status {answer.status}")
+            raise SourceError(
+                f"the metadata service returned status {answer.status}: enable Scheduled Events for"
+                " this virtual machine"
+            )
         self._answered = True
         content = answer.json()
         try:
@@ -63,7 +68,8 @@ class Azure:
             ends = [self._ends(event, answer) for event in own]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise SourceError(
-                f"the metadata service sent an unexpected response: {answer.text[:80]!r}"
+                f"the metadata service sent an unexpected response: {answer.text[:80]!r}. Outside Azure, pass"
+                " --preemption off"
             ) from error
         return min(ends, key=lambda each: each.at or 0.0, default=None)
 
@@ -74,7 +80,8 @@ class Azure:
             answer = self._ask(EVENTS, method="POST", body=body)
             if answer.status >= 300:
                 raise SourceError(
-                    f"the metadata service rejected the acknowledgement with status {answer.status}"
+                    f"the metadata service rejected the acknowledgement with status {answer.status}: approve the"
+                    " event in Azure"
                 )
 
     def hint(self) -> str:

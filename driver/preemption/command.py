@@ -40,7 +40,7 @@ class Command:
             wrote = wrote.strip()[-200:]
             raise SourceError(
                 f"the command ended with exit code {code} instead of 0 (preempted) or 1 (not"
-                f" preempted){wrote and f': {wrote}'}"
+                f" preempted){wrote and f': {wrote}'}. Correct the command"
             )
         self._known = self._read(printed)
         return self._known
@@ -75,7 +75,9 @@ class Command:
             except subprocess.TimeoutExpired as error:
                 # Child processes of the command are killed as well.
                 orphan_reaper.kill_group(process.pid)
-                raise SourceError(f"the command did not finish within {ANSWER_S:g} s") from error
+                raise SourceError(
+                    f"the command did not finish within {ANSWER_S:g} s: pass a faster command"
+                ) from error
         return process.returncode, printed, wrote
 
     def _read(self, printed: str) -> PreemptionNotice:

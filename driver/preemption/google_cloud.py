@@ -56,7 +56,10 @@ class GoogleCloud:
             raise
         if answer.status != 200:
             self._etag = ""
-            raise SourceError(f"the metadata service returned status {answer.status}")
+            raise SourceError(
+                f"the metadata service returned status {answer.status}: allow this instance to access"
+                " its metadata server"
+            )
         self._etag = answer.headers.get("etag", "")
         self._known = self._read(answer)
         if not self._etag:
@@ -74,7 +77,8 @@ class GoogleCloud:
         content = answer.json()
         if not isinstance(content, dict):
             raise SourceError(
-                f"the metadata service sent an unexpected response: {answer.text[:80]!r}"
+                f"the metadata service sent an unexpected response: {answer.text[:80]!r}. Outside Google Cloud, pass"
+                " --preemption off"
             )
         if content.get("preempted") == "TRUE":
             return self._since("Google Cloud will preempt this machine", PREEMPTED_S)

@@ -48,7 +48,7 @@ class Answer:
             return json.loads(self.body)
         except ValueError as error:
             raise SourceError(
-                f"the metadata service sent invalid JSON: {self.text[:80]!r}"
+                f"the metadata service sent invalid JSON: {self.text[:80]!r}. Check for a proxy in front of it"
             ) from error
 
     def ends_at(self, moment: float) -> float:
@@ -96,7 +96,8 @@ class MetadataServer:
                 pieces.append(piece)
                 if time.monotonic() > deadline or sum(map(len, pieces)) > LIMIT:
                     raise SourceError(
-                        "the metadata service closed the connection before its response was complete"
+                        "the metadata service closed the connection before its response was complete: check the"
+                        " network of this machine"
                     )
             named = {name.lower(): value for name, value in response.getheaders()}
             return Answer(response.status, named, b"".join(pieces), _skew_s(named))

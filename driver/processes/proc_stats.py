@@ -78,7 +78,9 @@ def parse_stat(text: bytes) -> Stat:
     """
     fields = text.rpartition(b")")[2].split()
     if len(fields) < 15:
-        raise ValueError(f"{text[:80]!r} is not a line of /proc/PID/stat")
+        raise ValueError(
+            f"{text[:80]!r} is not a line of /proc/PID/stat, which has at least 15 fields"
+        )
     ticks = sum(map(int, fields[11:15]))
     return Stat(fields[0].decode(), int(fields[1]), int(fields[3]), ticks)
 

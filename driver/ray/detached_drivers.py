@@ -42,7 +42,9 @@ def desk_of(job: str) -> tuple[str, bytes]:
             address = os.environ.get("RAY_ADDRESS", "auto")
             ray.init(address=address, log_to_driver=False, logging_level=40)
     except (ConnectionError, RayError, RuntimeError) as error:
-        raise Invalid(f"no Ray cluster was found: {error}. Set RAY_ADDRESS") from None
+        raise Invalid(
+            f"no Ray cluster was found: {error}. Set RAY_ADDRESS to its address"
+        ) from None
     actor = find_actor(job)
     if actor is None:
         raise Invalid(f"the Ray cluster has no detached job {job}: see `ray list actors`")

@@ -199,7 +199,10 @@ class RayDiscovery:
         try:
             while left := await self._call(self._remove_all, CLOSE_S):
                 if self._clock() >= until:
-                    raise RayUnavailable(f"{left} were not removed")
+                    raise RayUnavailable(
+                        f"{left} placement groups were not removed within {CLOSE_S:g} s: check the cluster"
+                        " with `ray status`"
+                    )
                 await self._sleep(self._look_s)
         except RayUnavailable as error:
             ends = (
@@ -227,7 +230,9 @@ class RayDiscovery:
         try:
             return await self._calls(call, within_s)
         except asyncio.TimeoutError:
-            raise RayUnavailable(f"Ray did not respond within {within_s:g} s") from None
+            raise RayUnavailable(
+                f"Ray did not respond within {within_s:g} s: check it with `ray status`"
+            ) from None
 
     def _ask(self) -> _Look:
         """Query the state of the cluster. Runs in a thread, so it must not change this object."""
@@ -238,7 +243,8 @@ class RayDiscovery:
             group = self._cluster.group(self._given)
             if group is None:
                 raise RayUnavailable(
-                    "the placement group of the job no longer exists in Ray, so no worker can be started"
+                    "the placement group of the job no longer exists in Ray, so no worker can be started: start the"
+                    " job again in a new group"
                 )
             groups = [group]
         draining = self._cluster.draining()

@@ -109,9 +109,7 @@ class RayArchive:
 
     async def begin(self, header: Header, policy: SnapshotPolicy | None = None) -> RayJournal:
         if self._turn is None:
-            raise RuntimeError(
-                "the journal can't be created, because the store has not been read yet"
-            )
+            raise RuntimeError("the store has not been read yet: call past() before begin()")
         journal = RayJournal(self._turn, self._chapters, header, header.writer, policy)
         await journal.begin()
         return journal
@@ -121,7 +119,7 @@ class RayArchive:
     ) -> RayJournal:
         if self._turn is None or self._place is None:
             raise RuntimeError(
-                "no job can be resumed, because the store was empty at the last read"
+                "the store was empty at the last read, so no job can be resumed: call begin()"
             )
         journal = RayJournal(
             self._turn, self._chapters, past.header, writer, policy, entries=past.replayed

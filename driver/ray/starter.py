@@ -101,7 +101,7 @@ class RayStarter:
             node = self._node_of(host)
         except KeyError:
             raise StartFailed(
-                f"no agent was started on {host}, because its node has left the Ray cluster"
+                f"no agent was started on {host}, because its node has left the Ray cluster: see `ray list nodes`"
             ) from None
         async with self._turns:
             self._refuse_if_closed(host)

@@ -30,7 +30,7 @@ def to_torch(array: Array) -> torch.Tensor:
         return torch.from_numpy(array)
     except (TypeError, ValueError):  # ValueError: the byte order is not native.
         raise UnsupportedType(
-            f"a tensor of {array.dtype} can't be sent: cast it to a numeric type that torch also has"
+            f"a tensor of {array.dtype} can't be sent: cast it to a numeric dtype of torch"
         ) from None
 
 

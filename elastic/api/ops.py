@@ -604,7 +604,7 @@ def as_op(op: int | None, average: bool | None) -> Op:
     """
     if average is not None:
         if op is not None:
-            raise ValueError("op and average were both given: pass only op")
+            raise ValueError(f"op={op} and average={average} were both given: pass only op")
         warnings.warn("average= is deprecated; use op=Average or op=Sum", DeprecationWarning, 4)
         return Op.AVERAGE if average else Op.SUM
     if op is None:

@@ -86,7 +86,8 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(
-                f"SyncBatchNorm needs inputs of at least 2 dimensions, not {input.dim()}: pass (values, channels, ...)"
+                f"SyncBatchNorm needs inputs of at least 2 dimensions, not {input.dim()}: pass a tensor of shape (N,"
+                " C, ...)"
             )
         if input.shape[1] != self.num_features:
             raise ValueError(

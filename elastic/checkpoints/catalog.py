@@ -139,16 +139,21 @@ def read(storage: Storage, name: CommitName) -> Manifest:
         found = manifest.decode_manifest(storage.read(f"{name}/{manifest.MANIFEST}"))
     except FileNotFoundError:
         raise IncompleteCommit(
-            "the commit is incomplete, because its manifest.json is missing"
+            "the commit is incomplete, because its manifest.json is missing", "Use another commit"
         ) from None
     if found.name != name:
-        raise UnreadableCommit(f"{manifest.MANIFEST} describes another commit, {found.name}")
+        raise UnreadableCommit(
+            f"{manifest.MANIFEST} describes another commit, {found.name}", manifest.RESTORE
+        )
     files = storage.sizes(str(name))
     if manifest.MANIFEST not in files:
-        raise IncompleteCommit("another process removed the commit while it was being read")
+        raise IncompleteCommit(
+            "another process removed the commit while it was being read",
+            "Use a newer commit, or start the job with a larger --checkpoint-keep",
+        )
     trouble = manifest.missing(found, files)
     if trouble:
-        raise UnreadableCommit(trouble)
+        raise UnreadableCommit(trouble, manifest.RESTORE)
     return found
 
 
@@ -162,7 +167,7 @@ def entry(storage: Storage, name: CommitName) -> CheckpointEntry:
         return CheckpointEntry(name, read(storage, name), "")
     except UnreadableCommit as error:
         torn, newer = isinstance(error, IncompleteCommit), isinstance(error, NewerFormat)
-        return CheckpointEntry(name, None, str(error), torn, newer)
+        return CheckpointEntry(name, None, error.trouble, torn, newer)
 
 
 def refuse_newer(storage: Storage, found: CheckpointEntry) -> None:
@@ -219,13 +224,13 @@ def chosen(storage: Storage, which: str) -> Manifest:
     if len(fitting) != 1:
         what = "no commit" if not fitting else "several commits for"
         there = ", ".join(map(str, (fitting or have)[-8:])) or "none"
-        how = "; pass the full name of one of them" if fitting else ""
-        raise Invalid(f"{storage.url} has {what} {which}; existing commits: {there}{how}")
+        how = " by its full name" if fitting else ""
+        raise Invalid(f"{storage.url} has {what} {which}: pass one of {there}{how}")
     try:
         return read(storage, fitting[0])
     except UnreadableCommit as error:
         raise Invalid(
-            f"the checkpoint {storage.url}/{fitting[0]} can't be used: {error}. Pass another commit with --from"
+            f"the checkpoint {storage.url}/{fitting[0]} can't be used: {error.trouble}. Pass another commit with --from"
         ) from error
 
 

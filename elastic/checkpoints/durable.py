@@ -38,8 +38,8 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
         return
     if not isinstance(state, ObjectState) or "save" in overridden(state):
         raise Invalid(
-            f"{type(state).__name__} overrides save(), so --checkpoint-dir can't write it to a checkpoint: use"
-            " TorchState or ObjectState, or train without --checkpoint-dir"
+            f"{type(state).__name__} overrides save(), so it can't be written to a checkpoint: use TorchState or"
+            " ObjectState, or train without --checkpoint-dir"
         )
     if rt.alone and rt.place.size > 1:
         raise Invalid(

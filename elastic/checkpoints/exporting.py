@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic.checkpoints.export_format import ExportFormat, format_of
-from elastic.checkpoints.files.manifest import Manifest, UnreadableCommit
+from elastic.checkpoints.files.manifest import RESTORE, Manifest, UnreadableCommit
 from elastic.checkpoints.files.row_ranges import check_ranges
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.loading import by_file, read_file
@@ -169,7 +169,9 @@ def _take_part(
                 made.left_out.append(SkippedValue(f"{name}.{key}"))
     elif {"origins", "options"} <= kinds:
         if name not in found.group_sizes:
-            raise UnreadableCommit(f"the manifest lacks the parameter groups of optimizer {name}")
+            raise UnreadableCommit(
+                f"the manifest lacks the parameter groups of optimizer {name}", RESTORE
+            )
         sizes = found.group_sizes[name]
         _take(made, name, lambda: _portable(optimizer_state.described(structure, sizes, tensors)))
     elif tensors:  # Unknown kind or pickled values: export the tensors only.
@@ -218,7 +220,7 @@ def _decoded(text: Any) -> Any:
     try:
         return from_plain(text)
     except CorruptedData as error:
-        raise UnreadableCommit(f"the manifest is damaged: {error}") from error
+        raise UnreadableCommit(f"the manifest is damaged: {error}", RESTORE) from error
 
 
 class _NotPortable(Exception):

@@ -84,7 +84,7 @@ def load_random(generators: Sequence[Any], rank: int, state: ObjectState) -> Non
             take_random(state, from_plain(saved))
         except CorruptedData as error:
             raise UnreadableCommit(
-                f"the random state of rank {rank} is damaged: {error}"
+                f"the random state of rank {rank} is damaged: {error}", manifest.RESTORE
             ) from error
 
 
@@ -98,7 +98,9 @@ def _python(
         for kind, texts in (("values", found.values), ("structures", found.structures)):
             by_kind[kind].update({name: from_plain(text) for name, text in texts.items()})
     except CorruptedData as error:
-        raise UnreadableCommit(f"{manifest.MANIFEST} is damaged: {error}") from error
+        raise UnreadableCommit(
+            f"{manifest.MANIFEST} is damaged: {error}", manifest.RESTORE
+        ) from error
     if found.pickled:
         content = storage.read(f"{found.name}/{manifest.PICKLED}")
         check = Check(found.files[manifest.PICKLED])
@@ -111,7 +113,9 @@ def _python(
 
 def _compare(file: str, check: Check) -> None:
     if not check.passed():
-        raise UnreadableCommit(f"{file} is damaged: its checksum differs from the recorded one")
+        raise UnreadableCommit(
+            f"{file} is damaged: its checksum differs from the recorded one", manifest.RESTORE
+        )
 
 
 def _tensors(
@@ -166,10 +170,13 @@ def read_file(
             try:
                 tensor = torch.load(content, weights_only=True, map_location="cpu")
             except Exception as error:
-                raise UnreadableCommit(f"{file} is damaged: {stored.name} can't be read") from error
+                raise UnreadableCommit(
+                    f"{file} is damaged: {stored.name} can't be read", manifest.RESTORE
+                ) from error
             if not isinstance(tensor, torch.Tensor) or list(tensor.shape) != stored.stored_shape:
                 raise UnreadableCommit(
-                    f"{file} is damaged: {stored.name} has another dtype or shape than recorded"
+                    f"{file} is damaged: {stored.name} has another dtype or shape than recorded",
+                    manifest.RESTORE,
                 )
             read.append((stored, tensor))
         while block := stream.read(1 << 20):

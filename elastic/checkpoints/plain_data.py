@@ -24,7 +24,9 @@ class CorruptedData(ValueError):
 
 
 def _refuse(value: Any) -> Any:
-    raise NotPlain(f"a {type(value).__module__}.{type(value).__qualname__}")
+    raise NotPlain(
+        f"a {type(value).__module__}.{type(value).__qualname__} is not plain data: store it with pickle"
+    )
 
 
 def encode(value: Any, other: Encode = _refuse) -> Any:
@@ -92,7 +94,9 @@ _KINDS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
 
 
 def _unknown(kind: str, content: Any) -> Any:
-    raise CorruptedData(f"the data contains a value of the unknown kind {kind!r}")
+    raise CorruptedData(
+        f"the data contains a value of the unknown kind {kind!r}, which this version does not write"
+    )
 
 
 def decode(text: Any, other: Callable[[str, Any], Any] = _unknown) -> Any:

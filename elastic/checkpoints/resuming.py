@@ -56,7 +56,7 @@ def load_proposed(
             failpoint("durable-load")
             loading.load(where, manifest, state)
         except UnreadableCommit as error:
-            pass_over(where.url, manifest, str(error), passed)
+            pass_over(where.url, manifest, error.trouble, passed)
         else:
             return where.url, manifest
     return None

@@ -125,7 +125,7 @@ class ShardReader:
                     check_ranges(manifest.tensors)
                     loading.load(where, manifest, self._state)
                 except UnreadableCommit as error:
-                    resuming.pass_over(where.url, manifest, str(error), self._passed)
+                    resuming.pass_over(where.url, manifest, error.trouble, self._passed)
                 else:
                     return Chosen(where.url, manifest)
             return None
@@ -157,7 +157,7 @@ class ShardReader:
                 resuming.patiently(storage, lambda: read_rows(storage, chosen.manifest, targets))
             loading.load_random(chosen.manifest.generators, rank, self._state)
         except UnreadableCommit as error:
-            return str(error)
+            return error.trouble
         return ""
 
     def _long(self) -> contextlib.AbstractContextManager[None]:

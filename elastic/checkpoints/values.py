@@ -30,7 +30,10 @@ def to_plain(value: Any) -> Any:
     try:
         return encode(value, _other)
     except RecursionError:
-        raise NotPlain("the value contains a reference to itself, so it can't be stored") from None
+        raise NotPlain(
+            "the value contains a reference to itself, which plain data can't express: store it with"
+            " pickle"
+        ) from None
 
 
 def from_plain(text: Any) -> Any:
@@ -48,7 +51,10 @@ def _other(value: Any) -> Any:
         return word("Index", [[encode(k, _other), encode(v, _other)] for k, v in value.items()])
     if kind is torch.Tensor and plain(value) and not value.is_meta:
         if value.nbytes > INLINE or value.requires_grad:
-            raise NotPlain("the value is a large tensor, which is stored separately")
+            raise NotPlain(
+                f"the tensor has {value.nbytes} bytes, but plain data has at most {INLINE} per tensor:"
+                " store it separately"
+            )
         content = as_bytes(value.cpu()).numpy().tobytes()
         return word("tensor", [_dtype(value.dtype), list(value.shape), _text(content)])
     if kind is numpy.ndarray and not value.dtype.hasobject and value.nbytes <= INLINE:
@@ -63,13 +69,18 @@ def _other(value: Any) -> Any:
         return word("Size", list(value))
     if kind is torch.device:
         return word("device", str(value))
-    raise NotPlain(f"a {kind.__module__}.{kind.__qualname__}")
+    raise NotPlain(
+        f"a {kind.__module__}.{kind.__qualname__} is not plain data: store it with pickle"
+    )
 
 
 def _back(kind: str, content: Any) -> Any:
     made = _KINDS.get(kind)
     if made is None:
-        raise CorruptedData(f"the data contains a value of the unknown kind {kind!r}")
+        raise CorruptedData(
+            f"the data contains a value of the unknown kind {kind!r}, which this version does not"
+            " write"
+        )
     return made(content)
 
 

@@ -392,8 +392,9 @@ class CheckpointWriter:
         new = sorted(found - (self._odd or set()))
         if new:
             raise _Corrupted(
-                f"{', '.join(new[:NAMED])}{' ...' if len(new) > NAMED else ''} became infinite or NaN. No"
-                " checkpoint is written until all parameters are finite. Earlier checkpoints are kept"
+                f"{', '.join(new[:NAMED])}{' ...' if len(new) > NAMED else ''} became infinite or NaN. No checkpoint"
+                " is written until all parameters are finite: lower the learning rate, or restart from an earlier"
+                " checkpoint"
             )
 
     def _seal(self, attempt: _Attempt) -> None:

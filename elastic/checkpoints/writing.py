@@ -194,7 +194,7 @@ def seal(
     trouble = manifest.missing(whole, storage.sizes(str(name)))
     if trouble:
         raise UnreadableCommit(
-            f"{trouble}: check that all hosts mount the same folder at {storage.url}"
+            trouble, f"Check that all hosts mount the same folder at {storage.url}"
         )
     alive()
     failpoint("durable-manifest")
@@ -209,11 +209,14 @@ def _share(storage: Storage, name: CommitName, rank: int, size: int) -> Share:
         share = manifest.decode_share(storage.read(file))
     except FileNotFoundError:
         raise UnreadableCommit(
-            f"rank {rank} reported that it wrote {file}, but the file is missing: check that all hosts mount the"
-            f" same folder at {storage.url}"
+            f"rank {rank} reported that it wrote {file}, but the file is missing",
+            f"Check that all hosts mount the same folder at {storage.url}",
         ) from None
     if (share.rank, share.size) != (rank, size):
-        raise UnreadableCommit(f"{file} was written in an earlier world")
+        raise UnreadableCommit(
+            f"{file} was written in an earlier world",
+            f"Check that all hosts mount the same folder at {storage.url}",
+        )
     return share
 
 

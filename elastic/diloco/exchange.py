@@ -118,7 +118,9 @@ class QuorumExchange:
             while merge not in self._merges:
                 self._raise_error()
                 if self._engine.failed:
-                    raise CollectiveFailed("the world has ended", aborted=True)
+                    raise CollectiveFailed(
+                        "the world has ended: exchange again in the next world", aborted=True
+                    )
                 self._changed.wait(_CHECK_S)
             found = self._merges.pop(merge)
             if found.collectives is None:

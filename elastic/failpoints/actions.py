@@ -59,7 +59,8 @@ def _claim(rule: Rule, facts: Mapping[str, str], file: Path) -> bool:
         if time.monotonic() > deadline:
             came = sum(path.exists() for path in paths)
             raise TimeoutError(
-                f"only {came} of {rule.victims} victims reached failpoint {rule.place} within {TOGETHER_S:g} s"
+                f"only {came} of {rule.victims} victims reached failpoint {rule.place} within {TOGETHER_S:g} s: lower"
+                " victims=, or start more workers"
             )
         time.sleep(LOOK_S)
     return True
@@ -143,7 +144,10 @@ def _out_of_memory(_: str) -> None:
         hoard = [bytearray(HOARD_BYTES // 8) for _ in range(16)]
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-    raise AssertionError(f"{len(hoard)} blocks of memory were allocated despite the limit")
+    raise AssertionError(
+        f"{len(hoard)} blocks of memory were allocated despite RLIMIT_AS: check that the kernel"
+        " enforces the limit"
+    )
 
 
 def _wait(name: str) -> None:
@@ -151,7 +155,8 @@ def _wait(name: str) -> None:
     while not os.path.exists(name):
         if time.monotonic() > deadline:
             raise Invalid(
-                f"a failpoint waited {WAIT_S:g} s for the file {name}, which was not created"
+                f"a failpoint waited {WAIT_S:g} s for the file {name}, which does not exist: create the file from the"
+                " test"
             )
         time.sleep(LOOK_S)
 

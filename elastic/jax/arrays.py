@@ -61,7 +61,7 @@ def view(array: jax.Array) -> torch.Tensor:
         return from_dlpack(array)
     except (jax.errors.JaxRuntimeError, RuntimeError, BufferError) as error:
         raise UnsupportedType(
-            f"an array of {array.dtype} can't be sent or committed: cast it to a dtype that torch also has"
+            f"an array of {array.dtype} can't be sent or committed: cast it to a dtype of torch"
         ) from error
 
 

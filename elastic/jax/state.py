@@ -210,7 +210,10 @@ class JaxState(HandledState):
     def __getattr__(self, name: str) -> Any:
         if (part := self._tree(name)) is not None:
             return part.value.value
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}: pass the value as a keyword"
+            " argument when you create the state"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         part = self._tree(name)

@@ -91,7 +91,10 @@ def launch(
         job = replace(job, reported=on_report, fleet=fleet)
         outcome: Outcome = run_apart(lambda: asyncio.run(start(job)))
     if outcome.code != 0:
-        raise JobFailed(f"the job ended with exit code {outcome.code}: {outcome.reason}")
+        raise JobFailed(
+            f"the job ended with exit code {outcome.code}: {outcome.reason}. See the output of the"
+            " workers"
+        )
     return values_of(outcome.results)
 
 

@@ -159,5 +159,5 @@ class Job:
         with JobClient(self._found) as client:
             answer = client.ask(kind, *arguments)
         if not answer.done:
-            raise RequestRefused(f"job {self.name}: {answer.text}")
+            raise RequestRefused(f"job {self.name} rejected the request: {answer.text}")
         return answer.text, answer.data

@@ -134,7 +134,7 @@ class TracingThroughDriver:
     def start(self, path: str, mark_cycles: bool) -> None:
         answer = self._ask(lambda number: protocol.TimelineWanted(number, path, mark_cycles))
         if answer.error:
-            raise Invalid(f"start_timeline: {answer.error}")
+            raise Invalid(f"start_timeline({path!r}) failed: {answer.error}")
         self._known = answer.timeline
         if answer.path != path:
             print(

@@ -28,7 +28,7 @@ def view(array: Array, write: bool = False) -> torch.Tensor:
         UnsupportedType: the array is sparse, or has another dtype.
     """
     if not isinstance(array, mx.nd.NDArray):
-        raise TypeError(f"expected an mxnet.nd.NDArray, got {type(array).__name__}")
+        raise TypeError(f"got a {type(array).__name__}: pass an mxnet.nd.NDArray")
     if array.stype != "default":
         raise UnsupportedType(
             f"a {array.stype} array can't be sent: pass array.tostype('default') instead"
@@ -38,7 +38,7 @@ def view(array: Array, write: bool = False) -> torch.Tensor:
         tensor: torch.Tensor = dlpack.from_dlpack(capsule)
     except (mx.base.MXNetError, RuntimeError, BufferError) as error:
         raise UnsupportedType(
-            f"an array of {_dtype_name(array)} can't be sent: cast it to a numeric type that torch also has"
+            f"an array of {_dtype_name(array)} can't be sent: cast it to a numeric dtype of torch"
         ) from error
     return tensor
 

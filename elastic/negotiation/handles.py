@@ -67,8 +67,7 @@ class Handles:
                 before = self._names.get(full)
                 if before is not None and not self._claimed[before].pending.done():
                     raise DuplicateName(
-                        f"{name} is already in flight: synchronize() its handle first, or use another name (no"
-                        " duplicates)"
+                        f"{name} is already in flight: synchronize() its handle first, or use another name"
                     )
                 self._names[full] = handle
             self._claimed[handle] = HandleEntry(rt, pending, pick, name or pending.kind)

@@ -132,7 +132,10 @@ class LocalController:
         rank = message.rank
         with self._deciding:
             if not 0 < rank < self._size or rank in self._connected:
-                raise ProtocolError(f"rank {rank} connected twice, or is not a rank of this world")
+                raise ProtocolError(
+                    f"rank {rank} connected twice, or is not a rank of this world of {self._size}:"
+                    " start each rank once"
+                )
             caller.wire.expect(_offers, FRAME_LIMIT)
             caller.identity = rank
             self._connected[rank] = caller

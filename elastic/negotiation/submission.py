@@ -253,7 +253,10 @@ def _submit(
     device = tensors[0].device if tensors else _CPU
     if len(tensors) > 1 and any(tensor.device != device for tensor in tensors):
         devices = sorted({str(tensor.device) for tensor in tensors})
-        raise ValueError(f"{kind}: all tensors of a group must be on one device, not on {devices}")
+        raise ValueError(
+            f"{kind}: the tensors of a group are on the devices {', '.join(devices)}: move them to one"
+            " device"
+        )
     rt = context.current()
     if kind != BROADCAST:
         moved_tensors.took(tensors)

@@ -163,7 +163,9 @@ class ControllerClient:
                 # suspended together.
                 self._in_vain += 1
                 if self._in_vain >= _LISTENS:
-                    raise self._failure(f"rank 0 sent no message for {self._silence_s:g} s")
+                    raise self._failure(
+                        f"rank 0 sent no message for {self._silence_s:g} s: check that its process runs"
+                    )
                 continue
             if all(fd == self._woken.fileno() for fd, _ in ready) and not self._aborted:
                 self._woken.recv(_READ_BYTES)
@@ -173,7 +175,7 @@ class ControllerClient:
             except OSError as error:
                 raise self._failure(error) from error
             if not part:
-                raise self._failure("the connection to rank 0 was closed")
+                raise self._failure("rank 0 closed the connection: see its output")
             self._wire.feed(part)
             self._in_vain = 0
 

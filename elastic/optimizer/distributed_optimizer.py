@@ -288,7 +288,7 @@ def _checked_names(
     named = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in named):
         raise Invalid(
-            "named_parameters contains entries that are not (name, parameter) tuples: pass model.named_parameters()"
+            "named_parameters contains an entry that is not a (name, parameter) pair: pass model.named_parameters()"
         )
     seen: set[str] = set()
     twice = sorted({name for name, _ in named if name in seen or seen.add(name)})  # type: ignore[func-returns-value]

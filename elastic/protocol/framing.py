@@ -125,7 +125,10 @@ class FramedConnection:
         try:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"a frame contains an invalid message: {_shown(error)}") from error
+            raise ProtocolError(
+                f"a frame contains an invalid message: {_shown(error)}. Install the same hvd-elastic"
+                " on both ends"
+            ) from error
 
     def _next_body(self) -> bytes | None:
         buffer = self._buffer
@@ -133,7 +136,10 @@ class FramedConnection:
             return None
         length = int.from_bytes(buffer[:4], "big")
         if length > self._limit:
-            raise ProtocolError(f"a frame has {length} bytes, but the limit is {self._limit}")
+            raise ProtocolError(
+                f"a frame has {length} bytes, but the limit is {self._limit}: install the same"
+                " hvd-elastic on both ends"
+            )
         end = 4 + length + (TAG_BYTES if self._key_in else 0)
         if len(buffer) < end:
             return None
@@ -142,7 +148,10 @@ class FramedConnection:
             self._frames_in += 1
             tag = bytes(buffer[4 + length : end])
             if not hmac.compare_digest(tag, _tag(self._key_in, self._frames_in, body)):
-                raise ProtocolError("a frame has no valid authentication code for this connection")
+                raise ProtocolError(
+                    "a frame has no valid authentication code for this connection: check that both"
+                    " ends use the same secret"
+                )
         del buffer[:end]
         return body
 

@@ -44,7 +44,8 @@ class ClientHandshake:
         # Require the exact length: otherwise the HMAC's input, which joins both nonces, would be ambiguous.
         if len(challenge.nonce) != NONCE_BYTES:
             raise ProtocolError(
-                f"the driver's challenge has {len(challenge.nonce)} bytes instead of {NONCE_BYTES}"
+                f"the driver's challenge has {len(challenge.nonce)} bytes instead of {NONCE_BYTES}: check the address"
+                " of the driver"
             )
         self._theirs = challenge.nonce
         return proof(self._secret, self._role, self._theirs, self.nonce, self._who)

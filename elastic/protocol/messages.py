@@ -1017,7 +1017,7 @@ def encoded(message: msgspec.Struct, limit: int = FRAME_LIMIT) -> bytes:
         body = _encoder.encode(_sayable(plain))
     if len(body) > limit:
         raise ProtocolError(
-            f"{type(message).__name__} has {len(body)} bytes, but the limit is {limit}"
+            f"{type(message).__name__} has {len(body)} bytes, but the limit is {limit}: pass smaller values"
         )
     return body
 

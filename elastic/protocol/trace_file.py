@@ -41,7 +41,7 @@ class TraceFile:
             target = os.path.realpath(path)
             beginning = f"{target}.{os.getpid()}.new"
             if os.path.exists(target) and not os.path.isfile(target):
-                raise OSError(errno.EINVAL, "the path is not a regular file")
+                raise OSError(errno.EINVAL, "it is not a regular file")
             with contextlib.suppress(FileNotFoundError):
                 # With O_EXCL, a link that another process has created at this path is not followed.
                 os.unlink(beginning)

@@ -247,8 +247,11 @@ def check_call(function: object, args: tuple[Any, ...], kwargs: Mapping[str, Any
         signature.bind(*args, **kwargs)
     except TypeError as error:
         name = getattr(function, "__name__", "the function")
-        with_what = "the config" if args or kwargs else "nothing: pass a config"
-        raise Invalid(f"the call {name}{signature} with {with_what} is invalid: {error}") from None
+        with_what = "its config" if args or kwargs else "no arguments"
+        raise Invalid(
+            f"{name}{signature} can't be called with {with_what} ({error}): pass a config that matches its"
+            " parameters"
+        ) from None
 
 
 def check_callables(**given: Callable[..., Any] | None) -> None:

@@ -339,5 +339,7 @@ def results_of(ended: Ended) -> list[Any]:
     if ended.invalid:
         raise Invalid(ended.reason)
     if ended.code != 0:
-        raise JobFailed(f"the job ended with exit code {ended.code}: {ended.reason}")
+        raise JobFailed(
+            f"the job ended with exit code {ended.code}: {ended.reason}. See the output of the workers"
+        )
     return values_of(ended.results)

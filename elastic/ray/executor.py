@@ -141,7 +141,9 @@ def attach(
     driver_client.connect()
     actor = driver_client.find_actor(job)
     if actor is None:
-        raise Invalid(f"the Ray cluster has no detached job {job!r}: see `ray list actors`")
+        raise Invalid(
+            f"the Ray cluster has no detached job {job!r}: pass a job that `ray list actors` shows"
+        )
     follower = driver_client.DriverClient(actor, on_report=on_report, on_output=on_output)
     ended = follower.ended(stops_job=False)
     follower.close()

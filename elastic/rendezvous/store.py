@@ -208,7 +208,10 @@ class Store:
             request = _Request(self.generation, key, rank, size, blob)
             reply = call.ask(request, deadline)
             if (reply.generation, reply.key) != (self.generation, key):
-                raise ProtocolError("the store's reply belongs to another request")
+                raise ProtocolError(
+                    "the store's reply belongs to another request: install the same hvd-elastic on"
+                    " every host"
+                )
             if reply.error:
                 raise ProtocolError(reply.error)
             if self._keeps:
@@ -217,7 +220,9 @@ class Store:
         except (OSError, ProtocolError) as error:
             if call.aborted:
                 raise CollectiveFailed(
-                    f"{awaited} was aborted", aborted=True, awaited=key
+                    f"{awaited} was aborted, because the world ended: wait for the next world",
+                    aborted=True,
+                    awaited=key,
                 ) from None
             late = isinstance(error, TimeoutError)
             why = (
@@ -225,7 +230,7 @@ class Store:
             )
             raise CollectiveFailed(
                 f"{awaited} failed while {step} the store {self.address} of rank 0: {why}. Check that every rank runs"
-                " and that its host can reach this address",
+                " and that its host can reach this address, or pass a longer --gloo-timeout-seconds",
                 awaited=key,
             ) from error
         finally:
@@ -357,7 +362,7 @@ class _Connection:
             self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
             part = self.socket.recv(_READ_BYTES)
             if not part:
-                raise OSError("the store closed the connection")
+                raise OSError("the store closed the connection: see the output of rank 0")
             self._wire.feed(part)
         assert isinstance(reply, _Reply)
         return reply
@@ -485,7 +490,10 @@ class _Server:
 
     def _received(self, caller: SealedCaller, request: _Request) -> None:
         if caller in self._asking or not self._belongs_here(request):
-            raise ProtocolError("the store received a request of an unknown kind")
+            raise ProtocolError(
+                "the store received a request of another world or size: install the same hvd-elastic"
+                " on every host"
+            )
         caller.identity = request
         self._asking.add(caller)
         self._collect(caller, request)

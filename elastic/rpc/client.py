@@ -120,7 +120,7 @@ class ControlClient:
         """
         data = self.socket.recv(_READ_BYTES)
         if not data:
-            raise ConnectionClosed("the peer closed the connection")
+            raise ConnectionClosed("the peer closed the connection: see its log")
         if self._tls is not None:
             with self._turning:
                 data = self._tls.feed(data)

@@ -185,7 +185,7 @@ class CommitLog:
         match verdict:
             case Verdict.STOP:
                 session.phases.mark("broken", time.monotonic())
-                raise WorldChanging("a planned change of the world is in progress")
+                raise WorldChanging("the world changes: let elastic.run handle this exception")
             case Verdict.BROKEN:
                 raise PeerLost(session.recovery.reason)
             case Verdict.OVER:

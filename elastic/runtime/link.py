@@ -71,7 +71,7 @@ class Link:
             ) from error
         except (OSError, ProtocolError) as error:
             closed = isinstance(error, ConnectionClosed) and tls is None
-            hint = " without an answer: does it require TLS (--tls-cert, --tls-key, --tls-ca)?"
+            hint = "; the driver may require TLS (--tls-cert, --tls-key, --tls-ca)"
             raise DriverLost(
                 f"the driver rejected this worker: {error}{hint if closed else ''}"
             ) from error

@@ -13,6 +13,15 @@ from typing import Any
 
 STEPS = 20  # number of optimizer steps after which a script is checked
 PAGE = "script-checks"
+# remedies for gradients that are not reduced
+REDUCE = (
+    "wrap the optimizer in hvd.DistributedOptimizer, the tape in hvd.DistributedGradientTape, or the model in"
+    " DistributedDataParallel"
+)
+REDUCE_IGNORED = (
+    "reduce the gradients of the model's ignored_params with allreduce() before each step, or omit ignored_params from"
+    " fully_shard()"
+)
 
 
 class Kind(enum.Enum):
@@ -75,10 +84,7 @@ class Trained:
     # code that passes the model or optimizer to a state, for the message; empty means the code for torch
     member: str = ""
     # remedy for gradients that are not reduced, for the message
-    remedy: str = (
-        "wrap the optimizer in hvd.DistributedOptimizer, the tape in hvd.DistributedGradientTape, or the model in"
-        " DistributedDataParallel"
-    )
+    remedy: str = REDUCE
 
 
 @dataclass(frozen=True)

@@ -200,13 +200,31 @@ class ScriptObserver:
             for parameter in fsdp2.parameters(as_written(each))
         }
 
+        # parameters of models with fully_shard, which reduces the gradients of all except ignored_params
+        of_sharded = {
+            id(parameter)
+            for each in self._state.handled()
+            if isinstance(model := as_written(each), torch.nn.Module)
+            and fsdp2.sharded_states(model)
+            for parameter in fsdp2.parameters(model)
+        }
+
         def trained(optimizer: torch.optim.Optimizer) -> Trained:
             parameters = whole_parameters(optimizer)
             missing = [each for each in parameters if id(each) not in covered]
             example = f"one of shape {list(missing[0].shape)}" if missing else ""
             held = id(optimizer) in inside or id(optimizer.param_groups) in shared
             smallest = _smallest(parameters)
-            return Trained(_name(optimizer), held, len(parameters), len(missing), example, smallest)
+            sharded = any(id(each) in of_sharded for each in parameters)
+            return Trained(
+                _name(optimizer),
+                held,
+                len(parameters),
+                len(missing),
+                example,
+                smallest,
+                remedy=mistakes.REDUCE_IGNORED if sharded else mistakes.REDUCE,
+            )
 
         made_before = [each for ref in self._before if (each := ref()) is not None]
         optimizers = {id(each.param_groups): each for each in self._stepping.values()}

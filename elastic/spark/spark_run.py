@@ -138,7 +138,10 @@ def run(
     finally:
         provider.close()
     if outcome.code != 0:
-        raise JobFailed(f"the job ended with exit code {outcome.code}: {outcome.reason}")
+        raise JobFailed(
+            f"the job ended with exit code {outcome.code}: {outcome.reason}. See the output of the"
+            " workers"
+        )
     return values_of(outcome.results)
 
 

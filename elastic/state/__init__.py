@@ -25,7 +25,9 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
-            raise AttributeError(f"module 'elastic.state' has no attribute {name!r}")
+            raise AttributeError(
+                f"module 'elastic.state' has no attribute {name!r}: see dir(elastic.state)"
+            )
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value

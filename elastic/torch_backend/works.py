@@ -291,7 +291,8 @@ def _wait(work: Work, limit_s: float | None, name: str, owner: WorkOwner) -> Non
                 missing = sorted(map(owner.in_world, work.missing()))
                 cause = late(missing)
             raise CollectiveFailed(
-                f"{name}: Timed out after {limit_s:g} s: {cause}",
+                f"{name}: Timed out after {limit_s:g} s: {cause}. Call the same collectives on all ranks, or pass a"
+                " longer timeout",
                 late=True,
                 rank=missing[0] if missing else None,
             )

@@ -46,5 +46,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
-            raise AttributeError(f"module 'horovod.ray' has no attribute {name!r}")
+            raise AttributeError(
+                f"module 'horovod.ray' has no attribute {name!r}: see dir(horovod.ray)"
+            )
         return getattr(importlib.import_module(f"horovod.ray.{_HOME[name]}"), name)

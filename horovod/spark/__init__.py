@@ -25,7 +25,9 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
-            raise AttributeError(f"module 'horovod.spark' has no attribute {name!r}")
+            raise AttributeError(
+                f"module 'horovod.spark' has no attribute {name!r}: see dir(horovod.spark)"
+            )
         from horovod.spark import runner
 
         return getattr(runner, name)

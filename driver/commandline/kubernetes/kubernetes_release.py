@@ -286,7 +286,7 @@ class ChartRelease:
             # Not an error, because a driver may log nothing for longer than the timeout. The next request shows whether
             # it still runs.
             raise ApiSilent(
-                f"the log stream ended ({type(error).__name__})", unasked=True
+                f"the log stream of the driver ended ({type(error).__name__})", unasked=True
             ) from None
         finally:
             response.close()
@@ -355,12 +355,15 @@ class ChartRelease:
                 raise (missing or self._no_job)() from None
             if error.status == 401:
                 raise Invalid(
-                    "the API server rejected the credentials of the kubeconfig (Unauthorized), which may have"
-                    " expired: log in again"
+                    "the API server rejected the credentials of the kubeconfig (HTTP 401): renew them, for example"
+                    " with the login command of the cluster"
                 ) from None
             if error.status == 403:
                 detail = json.loads(error.body or "{}").get("message", error.reason)
-                raise Invalid(f"the API server rejected the request: {detail}") from None
+                raise Invalid(
+                    f"the API server rejected the request: {detail}. Grant this permission, or choose"
+                    " another --namespace"
+                ) from None
             raise ApiSilent(f"the API server responded with HTTP {error.status}") from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ApiSilent(f"the API server does not respond ({type(error).__name__})") from None
@@ -431,7 +434,8 @@ class ApiSilence:
             self._say(f"{why}; the job keeps running; retrying for {AWAY_S:g} s")
         elif now - self._since > AWAY_S:
             raise Invalid(
-                f"{why}, for {AWAY_S:g} s. The job may still run: see `elasticrun k8s status`"
+                f"{why}, for {AWAY_S:g} s. The job may still run: see `elasticrun k8s status` when the API server"
+                " responds"
             )
 
     def over(self) -> None:

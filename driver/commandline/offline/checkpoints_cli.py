@@ -214,7 +214,7 @@ def _exported(
                 if isinstance(error, OSError):
                     raise
                 raise Invalid(
-                    f"the checkpoint {name} can't be exported: {error}. Export another checkpoint as DIR@COMMIT"
+                    f"the checkpoint {name} can't be exported: {error.trouble}. Export another checkpoint as DIR@COMMIT"
                     " (elasticrun checkpoints DIR lists the commits)"
                 ) from error
             removed = (

@@ -142,7 +142,7 @@ async def _served(path: Path, options: ReplayOptions) -> None:
         first = next(played, None)
         if first is None:
             raise Invalid(
-                f"the journal {str(path)!r} contains no events: pass the journal of a job that started"
+                f"the journal {str(path)!r} contains no events: pass the journal of a job whose driver started"
             )
         reading = found.reading
         model = model_of(reading, path)

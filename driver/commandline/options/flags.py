@@ -622,7 +622,7 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     (
         "checkpoints",
         "Durable checkpoints on shared storage. A final checkpoint is written at the end, except after Ctrl-C.\n"
-        "  More: elasticrun docs checkpoints",
+        "More: elasticrun docs checkpoints",
         (CheckpointFlags,),
     ),
     (
@@ -639,7 +639,7 @@ GROUPS: tuple[tuple[str, str | None, tuple[type, ...]], ...] = (
     (
         "security",
         "Authentication of all connections, and encryption with TLS. Without a secret, the driver generates one.\n"
-        "  More: elasticrun docs security",
+        "More: elasticrun docs security",
         (SecurityFlags,),
     ),
     ("communication", None, (CommunicationFlags,)),

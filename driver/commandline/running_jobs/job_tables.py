@@ -117,7 +117,7 @@ def job_row(
 def jobs(rows: Sequence[dict[str, Any]], now: float) -> list[str]:
     """Return the list of ``elasticrun jobs`` as lines of text."""
     if not rows:
-        return ["no job of this user runs here"]
+        return ["no job of this user runs on this machine"]
     table = [("job", "driver", "phase", "workers", "for", "command")]
     for row in rows:
         workers = "unknown" if row["size"] is None else f"{row['size']} ({_limits(row)})"

@@ -208,7 +208,9 @@ def _decoded(text: bytes) -> dict[str, Any]:
     answer = msgspec.json.decode(text)
     if not isinstance(answer, dict):
         raise ApiError(
-            ApiErrorKind.OTHER, "the API server returned a response that is not a JSON object"
+            ApiErrorKind.OTHER,
+            "the API server returned a response that is not a JSON object: check for a proxy in"
+            " front of it",
         )
     return answer
 

@@ -84,5 +84,7 @@ class HeadlessServiceDiscovery:
             self._family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
         addresses = {address for family, address in found if family == self._family}
         if not addresses:
-            raise OSError("the name server returned no address")
+            raise OSError(
+                "the name server returned no address: check that the service has ready pods"
+            )
         return sorted(addresses, key=ipaddress.ip_address)

@@ -120,7 +120,10 @@ class ListWatch:
     def _process(self, event: Json) -> None:
         kind, object = event.get("type"), event.get("object")
         if not isinstance(object, dict):
-            raise ApiError(ApiErrorKind.OTHER, "the API server sent an event without an object")
+            raise ApiError(
+                ApiErrorKind.OTHER,
+                "the API server sent an event without an object: check for a proxy in front of it",
+            )
         if kind == "ERROR":
             gone = object.get("code") in (404, 410)
             why = ApiErrorKind.GONE if gone else ApiErrorKind.OTHER

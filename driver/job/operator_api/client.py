@@ -86,10 +86,10 @@ def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = N
                 f"{whose} belongs to user {other}, and accepts commands only from this user: run the command as"
                 f" {other}"
             )
-        raise Invalid(f"no {which} runs here{hint}; {_others(jobs)}")
+        raise Invalid(f"no {which} runs on this machine{hint}; {_others(jobs)}")
     if len(found) > 1:
         raise Invalid(
-            f"{len(found)} jobs run on this machine: pass the name of one, {_listed(found)}"
+            f"{len(found)} jobs run on this machine: pass the name of one of {_listed(found)}"
         )
     [record] = found
     return JobAddress(record.name, record.address, bytes.fromhex(record.key))
@@ -110,7 +110,7 @@ def key_of(secret: bytes) -> bytes:
 
 def _others(jobs: Sequence[JobRecord]) -> str:
     if jobs:
-        return f"running: {_listed(jobs)}"
+        return f"pass one of the running jobs: {_listed(jobs)}"
     return "for a job whose driver runs on another machine, pass --etcd HOST:PORT, --job NAME and --secret-file FILE"
 
 
@@ -155,7 +155,9 @@ class JobClient:
                 CONNECT_S,
             )
         except (OSError, ProtocolError) as error:
-            raise _unreachable(job, f"refuses: {_worded(error)}", error, CONNECT_S) from None
+            raise _unreachable(
+                job, f"rejected this command: {_worded(error)}", error, CONNECT_S
+            ) from None
 
     def ask(self, kind: type[Any], *arguments: Any) -> Told:
         """Send a request of type ``kind`` to the driver, and return the answer.
@@ -172,7 +174,12 @@ class JobClient:
                 if isinstance(reply, Told) and reply.number == request.number:
                     return reply
         except (OSError, ProtocolError) as error:
-            raise _unreachable(self.job, f"has exited: {_worded(error)}", error, ANSWER_S) from None
+            raise _unreachable(
+                self.job,
+                f"closed the connection: {_worded(error)}. The job may have ended: see elasticrun jobs",
+                error,
+                ANSWER_S,
+            ) from None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -186,7 +193,7 @@ class JobClient:
 
 
 def _worded(error: OSError | ProtocolError) -> str:
-    hint = ": check that the secret is that of the job"
+    hint = "; pass the --secret-file of this job"
     return f"{error}{hint if isinstance(error, ConnectionClosed) else ''}"
 
 

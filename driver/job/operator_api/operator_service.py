@@ -221,7 +221,9 @@ class OperatorService:
                         f"; without --checkpoint-dir, its {view.commits} commits in memory are lost"
                     )
                 return Told(0, True, text)
-        raise AssertionError(f"unknown request {type(request).__name__}")
+        raise AssertionError(
+            f"no handler exists for the request {type(request).__name__}: add one to this method"
+        )
 
     async def _decided(self, requester: str, event: Callable[[int], OperatorRequest]) -> Told:
         assert self._driver is not None

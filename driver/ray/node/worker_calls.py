@@ -136,7 +136,10 @@ class WorkerCalls:
             while True:
                 answer = await _frame(reader)
                 if not caller.waiting:
-                    raise ValueError("the worker sent a response without a pending call")
+                    raise ValueError(
+                        "the worker sent a response without a pending call: use the same release on all"
+                        " nodes"
+                    )
                 waiting = caller.waiting.popleft()
                 if not waiting.done():
                     waiting.set_result(answer)
@@ -176,7 +179,10 @@ def _rank_of(line: bytes) -> int:
     hello = json.loads(line)
     rank = hello.get("rank") if isinstance(hello, dict) else None
     if type(rank) is not int or rank < 0:
-        raise ValueError("the worker's first line contains no valid rank")
+        raise ValueError(
+            f"the worker's first line {line[:80]!r} contains no valid rank: start workers through"
+            " elastic.ray.Executor"
+        )
     return rank
 
 

@@ -178,8 +178,21 @@ class Manifest(msgspec.Struct, frozen=True):
         return at_step(self.name.commit, self.step)
 
 
+# remedy for a damaged file of a commit
+RESTORE = "Restore the checkpoint from a backup, or use another checkpoint"
+
+
 class UnreadableCommit(Exception):
-    """Error raised for a commit that cannot be read. The message states the reason."""
+    """Error raised for a commit that cannot be read.
+
+    Args:
+        trouble: what is wrong with the commit. Messages that contain another remedy quote only this.
+        remedy: what the user can do, as a sentence without a full stop.
+    """
+
+    def __init__(self, trouble: str, remedy: str = "") -> None:
+        super().__init__(f"{trouble}. {remedy}" if remedy else trouble)
+        self.trouble = trouble
 
 
 class NewerFormat(UnreadableCommit):
@@ -209,11 +222,13 @@ def decode_share(content: bytes) -> Share:
         UnreadableCommit: the record is corrupted.
         NewerFormat: the record was written by a newer version.
     """
-    _check_format(content, "the share")
+    _check_format(content, "the record of a rank's files")
     try:
         return msgspec.json.decode(content, type=Share)
     except msgspec.DecodeError as error:
-        raise UnreadableCommit(f"the share is damaged: {error}") from error
+        raise UnreadableCommit(
+            f"the record of a rank's files is damaged: {error}", RESTORE
+        ) from error
 
 
 def decode_manifest(content: bytes) -> Manifest:
@@ -227,22 +242,25 @@ def decode_manifest(content: bytes) -> Manifest:
     try:
         return msgspec.json.decode(content, type=Manifest)
     except msgspec.DecodeError as error:
-        raise UnreadableCommit(f"{MANIFEST} is damaged: {error}") from error
+        raise UnreadableCommit(f"{MANIFEST} is damaged: {error}", RESTORE) from error
 
 
 def _check_format(content: bytes, what: str) -> None:
     try:
         version = msgspec.json.decode(content, type=_Versioned).format
     except msgspec.DecodeError as error:
-        raise UnreadableCommit(f"{what} is damaged: {error}") from error
+        raise UnreadableCommit(f"{what} is damaged: {error}", RESTORE) from error
     if version > FORMAT:
         raise NewerFormat(
-            f"{what} has format {version}, but this version reads formats up to {FORMAT}"
+            f"{what} has format {version}, but this version reads formats up to {FORMAT}",
+            "Install the version of hvd-elastic that wrote the checkpoint",
         )
     last = _CHECKSUM.search(content)
     body = content[: last.start()] + b"}" if last else content
     if last is None or hashlib.sha256(body).hexdigest().encode() != last[1]:
-        raise UnreadableCommit(f"{what} is damaged: its checksum differs from the recorded one")
+        raise UnreadableCommit(
+            f"{what} is damaged: its checksum differs from the recorded one", RESTORE
+        )
 
 
 def missing(manifest: Manifest, sizes: dict[str, int]) -> str:

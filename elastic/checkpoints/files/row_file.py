@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from elastic.checkpoints.files.manifest import StoredTensor, UnreadableCommit
+from elastic.checkpoints.files.manifest import RESTORE, StoredTensor, UnreadableCommit
 from elastic.checkpoints.files.row_ranges import reads
 from elastic.checkpoints.files.storage import Storage
 from elastic.sharding.rows import Rows
@@ -35,10 +35,11 @@ def read(
         try:
             content = storage.read_range(f"{folder}/{part.file}", part.offset, part.length)
         except FileNotFoundError:
-            raise UnreadableCommit(f"{part.file} is missing from the commit") from None
+            raise UnreadableCommit(f"{part.file} is missing from the commit", RESTORE) from None
         if zlib.crc32(content, part.sum_before) != part.sum_after or len(content) != part.length:
             raise UnreadableCommit(
-                f"{part.file} is damaged: the checksum of {stored[0].name} differs from the recorded one"
+                f"{part.file} is damaged: the checksum of {stored[0].name} differs from the recorded one",
+                RESTORE,
             )
         rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(into.dtype)
         rows = rows.view(len(part.rows), *into.shape[1:])

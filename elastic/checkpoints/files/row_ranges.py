@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from elastic.checkpoints.files.manifest import StoredTensor, UnreadableCommit
+from elastic.checkpoints.files.manifest import RESTORE, StoredTensor, UnreadableCommit
 from elastic.sharding.rows import Rows, overlap
 
 PIECE = 4 << 20  # number of bytes per checksum
@@ -85,16 +85,19 @@ def check_ranges(tensors: Sequence[StoredTensor]) -> None:
     for found in by_name.values():
         name, kinds = found[0].name, {(each.dtype, *each.shape) for each in found}
         if len(kinds) > 1:
-            raise UnreadableCommit(f"the ranks wrote {name} with different shapes or dtypes")
+            raise UnreadableCommit(
+                f"the ranks wrote {name} with different shapes or dtypes",
+                "Build the same model on every rank, or use another checkpoint",
+            )
         at = 0
         for rows in sorted((each.rows for each in found if each.rows), key=lambda r: r.begin):
             pieces = -(-(rows.end - rows.begin) // rows.step) if rows.step > 0 else -1
             if rows.begin != at or rows.end <= rows.begin or len(rows.sums) != pieces:
                 raise UnreadableCommit(
-                    f"rows {at} to {rows.begin} of {name} are missing or stored twice"
+                    f"rows {at} to {rows.begin} of {name} are missing or stored twice", RESTORE
                 )
             at = rows.end
         if at != found[0].shape[0]:
             raise UnreadableCommit(
-                f"the commit contains only {at} of the {found[0].shape[0]} rows of {name}"
+                f"the commit contains only {at} of the {found[0].shape[0]} rows of {name}", RESTORE
             )

@@ -186,8 +186,8 @@ class GlooCollectives:
         own = sockets.find_listener(value)
         if own is None:
             raise CollectiveFailed(
-                "Gloo opened no listener for this group, so a blocked collective could not be interrupted: check that"
-                " no other library replaces torch's Gloo"
+                "Gloo opened no listening socket for this group, so a blocked collective could not be interrupted:"
+                " check that no other library replaces torch's Gloo"
             )
         self._own = own
         self._raise_if_failed()

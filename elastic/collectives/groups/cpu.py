@@ -131,7 +131,10 @@ class CpuGroup:
         def received(words: list[bytes]) -> None:
             rows[:] = _rows(words)
             if backend_selection.plan(rows).backend is not Backend.GLOO:
-                raise CollectiveFailed("the ranks of this host use shared memory instead of Gloo")
+                raise CollectiveFailed(
+                    "the ranks of this host use shared memory instead of Gloo: connect them"
+                    " without Gloo"
+                )
 
         gloo = self._gloo(self._rank, self._size)
         self._adopt(gloo)

@@ -160,8 +160,7 @@ def _making(
 
         return nccl, connect
     raise AssertionError(
-        f"no backend supports the device type {device_type!r}: add a backend, or reject the device type in"
-        " check_device"
+        f"no backend supports the device type {device_type!r}: add a backend, or reject the type in check_device()"
     )
 
 

@@ -36,10 +36,12 @@ class Topology:
         ranks = sorted(rank for host in self.hosts for rank in host)
         if ranks != list(range(len(ranks))) or not all(self.hosts):
             raise ValueError(
-                f"{self.hosts} does not assign each of the ranks 0, 1, ... to exactly one host"
+                f"{self.hosts} does not assign each of the ranks 0, 1, ... to exactly one host: list each rank once"
             )
         if self.rank not in self._ranks:
-            raise ValueError(f"rank {self.rank} is not assigned to any of the hosts {self.hosts}")
+            raise ValueError(
+                f"rank {self.rank} is not assigned to any of the hosts {self.hosts}: add it to its host"
+            )
 
     @cached_property
     def _ranks(self) -> dict[int, tuple[int, int]]:

@@ -160,8 +160,8 @@ class Steps:
             self.copies = None if own is None else own.tensor(_COPIES * chunk_bytes, torch.uint8)
         if self.copies is None:
             raise CollectiveFailed(
-                "the shared memory of this host's ranks is full: keep fewer gradient tensors alive at a time, or start"
-                " the job with ELASTIC_NATIVE=0"
+                "the shared memory of this host's ranks is full: keep fewer gradient tensors alive, or start the job"
+                " with ELASTIC_NATIVE=0"
             )
         places = self.copies.view(_COPIES, chunk_bytes)
         return [

@@ -26,7 +26,7 @@ class Allocator:
         Return the offset of the new region, or None if no gap is large enough.
         """
         if size <= 0:
-            raise ValueError(f"a region of {size} bytes is invalid: the size must be positive")
+            raise ValueError(f"a region of {size} bytes is invalid: pass a positive size")
         needed = -(-size // self._page) * self._page
         offset = 0
         for position, start in enumerate(self._starts):

@@ -45,7 +45,7 @@ class MemoryOffer:
         self._staging = self._arena.take(library.elastic_staging_bytes())
         if self._staging is None:
             raise PeerMemoryUnavailable(
-                "the shared memory of this process is full, so it can't be offered to other ranks: start the job with"
+                "the shared memory of this process is full, so other ranks can't map it: start the job with"
                 " ELASTIC_NATIVE=0"
             )
         control_bytes = library.elastic_control_bytes(min(size, backend_selection.MAX_LOCAL_RANKS))

@@ -90,8 +90,12 @@ class SharedMessage:
             return
         named = None if self._peer is None else self._group.named(self._peer)
         who = "no rank" if named is None else f"rank {named}"
-        verb = "sent a message of this tag" if named is None else "did not arrive"
-        raise self._group.fail(f"{who} of this group {verb} within {limit_s:g} s", named)
+        verb = "sent a message with this tag" if named is None else "did not respond"
+        raise self._group.fail(
+            f"{who} of this group {verb} within {limit_s:g} s: check that each recv has a send"
+            " with the same tag",
+            named,
+        )
 
 
 def monitored_barrier(group: MessageGroup, timeout_s: float, wait_all_ranks: bool) -> None:

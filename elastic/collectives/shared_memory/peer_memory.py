@@ -186,7 +186,7 @@ def _map(owner: Identity, offered: Shareable, keep: bool) -> _Mapped:
         undo.callback(os.close, pidfd)
         if _started(str(owner.pid)) != owner.started:
             raise PeerMemoryUnavailable(
-                f"process {owner.pid} has exited, and a new process has the same process ID"
+                f"process {owner.pid} has exited, and a new process has the same process ID: wait for the next world"
             )
         fd = os.open(f"{_PROC}/{owner.pid}/fd/{offered.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:

@@ -381,7 +381,7 @@ class CompressedGradient:
         return 0 if changed else None
 
     def heard(self, op: Op) -> StepFlag:
-        raise AssertionError("this bucket was created without a step flag")
+        raise AssertionError("this bucket has no step flag: create it with a step flag")
 
     def discard(self, position: int) -> None:
         if self._work is not None:
@@ -409,7 +409,9 @@ class FlagBucket:
         return wire_of(self._wire)
 
     def fill(self, position: int, *, watch: bool) -> None:
-        raise AssertionError("the gradient does not belong to this bucket")
+        raise AssertionError(
+            "this bucket holds no gradients: call fill() of the bucket that contains the parameter"
+        )
 
     def launch(self, group: Collectives, op: Op, mark: StepFlag = StepFlag.STEP) -> None:
         self._wire.fill_(mark_value(op, mark))

@@ -158,8 +158,8 @@ def receive_layout(group: Collectives, device: torch.device, source: int) -> Ste
     data = share_bytes(group, device, source)
     if not data:
         raise StateMismatch(
-            "the active ranks disagree about how to reduce an optimizer's gradients: see the errors of these ranks"
-            " for the difference"
+            "the active ranks disagree about how to reduce an optimizer's gradients: pass DistributedOptimizer the"
+            " same parameters and options on every rank"
         )
     return StepPlan.decode(data)
 

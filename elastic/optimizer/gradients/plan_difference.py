@@ -98,7 +98,10 @@ def refuse(
     holders = 0 if place is None or not world.elastic else place.holders
     joining = found.other is not None and found.first < holders <= found.other
     if joining and list(own) == found.lines:
-        raise CollectiveFailed(f"{message}. Workers that differ from rank {found.first} leave")
+        raise CollectiveFailed(
+            f"{message}. Workers that differ from rank {found.first} leave: pass"
+            " DistributedOptimizer the same parameters and options on every rank"
+        )
     raise StateMismatch(
         f"{message} (this is rank {rank}): pass DistributedOptimizer the same parameters and options on every rank"
     )

@@ -292,7 +292,10 @@ class ShardedOptimizerHandler(OptimizerStateHandler):
             if number < len(parameters):
                 return parameters[number]
             number -= len(parameters)
-        raise IndexError(f"{self.what} has no parameter {number}")
+        raise IndexError(
+            f"{self.what} has no parameter {number} in its param_groups: do not remove parameters after"
+            " the state was created"
+        )
 
     def recognized(self, key: str, spec: RowSpec) -> RowSpec:
         return spec

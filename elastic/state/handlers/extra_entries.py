@@ -108,7 +108,10 @@ def _load(module: Module, entries: dict[str, Any]) -> None:
         version = {"version": module._version}
         module._load_from_state_dict(entries, "", version, False, [], [], errors)
         if errors:
-            raise StateMismatch("; ".join(errors))
+            raise StateMismatch(
+                f"the module does not accept entries of the commit ({'; '.join(errors)}): use the same model on all"
+                " workers"
+            )
     elif type(module).load_state_dict is Module.load_state_dict:
         module.load_state_dict(entries, strict=False)
     else:

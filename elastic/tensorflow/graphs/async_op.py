@@ -185,7 +185,7 @@ class AsyncCall:
             if dtype is None:
                 kind = tf.as_dtype(lib.TF_InputDatatype(self._context, number)).name
                 raise UnsupportedType(
-                    f"a tensor of {kind} can't be sent: cast it to a numeric type that torch also has"
+                    f"a tensor of {kind} can't be sent: cast it to a numeric dtype of torch"
                 )
             tensor = _at()
             with lib.status() as status:
@@ -213,7 +213,8 @@ class AsyncCall:
             wanted = self._lib.TF_NumOutputs(self._context)
             if len(results) != wanted:
                 raise ValueError(
-                    f"the function returned {len(results)} results, but {wanted} are expected"
+                    f"the function returned {len(results)} results instead of {wanted}: return one result per"
+                    " declared output"
                 )
             for number in range(wanted):
                 self._give(number, results[number].detach().contiguous())
@@ -228,7 +229,8 @@ class AsyncCall:
         wanted = lib.TF_ExpectedOutputDataType(self._context, number)
         if kind != wanted:
             raise TypeError(
-                f"result {number} of the function has type {result.dtype}, but {_OF_NUMBER.get(wanted)} is expected"
+                f"result {number} of the function has type {result.dtype}, but the operation declares"
+                f" {_OF_NUMBER.get(wanted)}: cast the result"
             )
         shape, rank, size = (_i64 * result.dim())(*result.shape), result.dim(), result.nbytes
         dims = ctypes.addressof(shape)
@@ -350,7 +352,10 @@ class _CallStatus:
         message = self._lib.TF_Message(self._status).decode(errors="replace")
         self._lib.TF_DeleteStatus(self._status)
         if code and error is None:
-            raise RuntimeError(f"TensorFlow's C API reported an error: {message}")
+            raise RuntimeError(
+                f"TensorFlow's C API reported an error: {message}. Check the shapes and dtypes of the"
+                " tensors"
+            )
 
 
 @functools.cache

@@ -48,7 +48,10 @@ def __getattr__(name: str) -> Any:
             f"hvd-elastic does not provide {name}, because workers are notified over their connection to the"
             " driver: register an object with on_hosts_updated() at WorkerNotificationManager instead"
         )
-    raise AttributeError(f"module 'horovod.runner.elastic.worker' has no attribute {name!r}")
+    raise AttributeError(
+        f"module 'horovod.runner.elastic.worker' has no attribute {name!r}: see its source for the"
+        " available names"
+    )
 
 
 __all__ = ["HostUpdateResult", "WorkerNotificationManager"]

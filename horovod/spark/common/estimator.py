@@ -264,7 +264,8 @@ def _need(df: Any, columns: Iterable[str]) -> None:
     missing = {*columns} - {*df.columns}
     if missing:
         raise Invalid(
-            f"the DataFrame has no column {', '.join(sorted(missing))}: its columns are {', '.join(df.columns)}"
+            f"the DataFrame has no column {', '.join(sorted(missing))}: pass some of its columns"
+            f" {', '.join(df.columns)}"
         )
 
 

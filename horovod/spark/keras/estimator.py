@@ -115,7 +115,7 @@ class KerasEstimator(HorovodEstimator):
             raise Invalid("loss is missing: pass a loss, or compile the model")
         if self.getCheckpointCallback() is not None:
             raise Invalid(
-                "checkpoint_callback is not supported: the model of the last epoch is kept"
+                "checkpoint_callback is not supported, because the model of the last epoch is kept: omit it"
             )
         for name, given, columns in (
             ("inputs", model.inputs, self.getFeatureCols()),

@@ -64,7 +64,7 @@ def _make_way(file: Path) -> None:
     try:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise Invalid("the path is not a regular file: pass a regular file")
+            raise Invalid(f"{file} is not a regular file: pass a regular file")
         if found.st_size:
             TfDataServiceConfig.read(file)
         file.unlink()
@@ -72,7 +72,7 @@ def _make_way(file: Path) -> None:
         pass
     except Invalid as error:
         raise Invalid(
-            f"{file} was not written by a compute job, so it is not replaced ({error}): pass another file"
+            f"{file} is not replaced, because it was not written by a compute job ({error}): pass another file"
         ) from None
     except OSError as error:
         raise Invalid(f"{file} can't be replaced: {error.strerror}. Pass another file") from error

@@ -350,7 +350,7 @@ async def test_peer_without_the_key_is_rejected(tmp_path):
     async with running(tmp_path) as job:
         there = find_job("bert", job.environ)
         for key in (SECRET, b"x" * 32, key_of(b"other" * 8)):
-            with pytest.raises(JobUnreachable, match="refuses"):
+            with pytest.raises(JobUnreachable):
                 await asyncio.to_thread(JobClient, JobAddress("bert", there.address, key))
         assert not job.told
         recorded("log", job.lines)
