@@ -90,7 +90,7 @@ class ReasonKind(enum.Enum):
     NO_SUCH_WORKER = "no such worker"
     NOWHERE_ELSE = "nowhere else"
     LEAVES_ALREADY = "leaves already"
-    # Reasons for the end of a world, which are also those for the next one.
+    # Reasons for the end of a world, which are also the reasons for the next world.
     INIT_AGAIN = "init again"
     ENTERING = "entering"
     FELL_OUT = "fell out"
@@ -332,9 +332,7 @@ def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
     def sentence(facts: Mapping[str, Any]) -> str:
         before = facts["before"]
         again = f" (hang {before + 1} since the last new commit)" if before else ""
-        end = (
-            "no single worker is at fault, so no worker is killed, and all form a new communicator"
-        )
+        end = "no single worker is at fault, so no worker is killed, and all workers form a new communicator"
         return f"{_words.vformat(begin, (), facts)}{again}; {end}"
 
     return sentence
@@ -382,7 +380,7 @@ def _all_returned(facts: Mapping[str, Any]) -> str:
 def _went_back(facts: Mapping[str, Any]) -> str:
     text = f"training is repeated from step {facts['step']}, since {facts['worker']} may have computed wrong gradients"
     if facts["whole"]:
-        return f"{text} from then on"
+        return f"{text} since that step"
     return f"{text}; earlier steps may contain its gradients too, but no older commit is left"
 
 
@@ -460,7 +458,7 @@ def _too_few_slots(facts: Mapping[str, Any]) -> str:
             names of the first slots that were given up.
     """
     more = f" and {facts['more']} more" if facts["more"] else ""
-    begin = "{needed:+worker} needed, but {slots}: gave up {given_up}{more} after {attempts:+attempt} without progress"
+    begin = "{needed:+worker} needed, but {slots}: {given_up}{more} excluded after {attempts:+attempt} without progress"
     facts = {**facts, "slots": _only_slots(facts["usable"]), "more": more}
     return _words.vformat(f"{begin}, and the list of hosts is fixed{{wrote:wrote}}", (), facts)
 
@@ -586,7 +584,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.TOLD: "{text}",
     ReasonKind.FIRST_START: "first start",
     ReasonKind.SLOT_IS_FREE: "its slot is free again",
-    ReasonKind.TO_STAND_BY: "standby for the next lost worker",
+    ReasonKind.TO_STAND_BY: "it replaces the next lost worker as a standby",
     ReasonKind.FROZEN: ("it is frozen", " ({how})"),
     ReasonKind.CUT_OFF: ("it is cut off", ": its host stopped acknowledging packets"),
     ReasonKind.IDLE: ("it is stuck", ": idle for {for_s:.0f} s while the others waited {where}"),
@@ -627,7 +625,7 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.HOST_LEAVES: "{host} will be reclaimed: {notice}",
     ReasonKind.RETURNED_BEFORE: "it already returned from elastic.run, which a job runs once",
     ReasonKind.JOB_ENDED: "the job has ended",
-    ReasonKind.JOB_OVER: "the job is over",
+    ReasonKind.JOB_OVER: "the outcome of the job is decided",
     ReasonKind.GONE_ON_WITHOUT: "the job continued without it",
     ReasonKind.NOT_LEFT: _not_left,
     ReasonKind.REJECTED: "it was rejected",
@@ -642,9 +640,9 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.FIXED_SIZE: "this job has a fixed size: start it with --min-np or --max-np to change the size while it"
     " runs",
     ReasonKind.BELOW_LEAST: "{workers:+worker} requested, but --min-np is {least}: request at least {least}",
-    ReasonKind.NO_SUCH_HOST: "{host} is not a host of this job; its hosts are {hosts}",
+    ReasonKind.NO_SUCH_HOST: "{host} is not a host of this job: pass one of {hosts}",
     ReasonKind.NOWHERE_ELSE: _nowhere_else,
-    ReasonKind.NO_SUCH_WORKER: "{worker} is not a running worker",
+    ReasonKind.NO_SUCH_WORKER: "{worker} is not a running worker: see elasticrun status",
     ReasonKind.LEAVES_ALREADY: "{worker} is already leaving: {leaving}",
     ReasonKind.CONNECTION_LOST: "its connection was lost",
     ReasonKind.NOT_BACK: "it did not reconnect to the restarted driver",
@@ -653,9 +651,8 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.NOT_EXITED: "it did not exit in time",
     ReasonKind.CANT_BE_KILLED: "{worker} could not be killed within {within_s:g} s: continuing without it",
     ReasonKind.SLOT_COOLS: _slot_cools,
-    ReasonKind.SLOT_GIVEN_UP: "gave up slot {slot}: {attempts} consecutive workers ended without progress, the last"
-    " with"
-    " {exit}{wrote:wrote}",
+    ReasonKind.SLOT_GIVEN_UP: "stopped using slot {slot}: {attempts} consecutive workers ended without progress, the"
+    " last with {exit}{wrote:wrote}",
     ReasonKind.INIT_AGAIN: "init() was called again",
     ReasonKind.ENTERING: "training begins in elastic.run",
     ReasonKind.FELL_OUT: "{worker} rejoined without reporting a failure",
@@ -714,21 +711,23 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     ReasonKind.ALL_EXITED: "{workers:+worker} ended with exit code 0",
     ReasonKind.ALL_LOST: f"all {{members:+member}} of generation {{generation}} are lost, and no commit is left:"
     f" {{cause}}. {GONE}{{wrote:wrote}}",
-    ReasonKind.NO_COMMIT: "no survivor holds a commit: {cause}",
-    ReasonKind.SLOTS_SPENT: "every slot was excluded after {attempts:+attempt}; {needed:+worker} needed{wrote:wrote}",
+    ReasonKind.NO_COMMIT: "no survivor holds a commit to restore: {cause}",
+    ReasonKind.SLOTS_SPENT: "every slot was excluded after {attempts:+attempt}, but {needed:+worker} are"
+    " needed{wrote:wrote}",
     ReasonKind.TOO_FEW_SLOTS: _too_few_slots,
     ReasonKind.TOO_FEW: "only {ready} of {needed:+worker} ready after {within_s:g} s: start more hosts, lower --min-np,"
     " or raise --elastic-timeout",
     ReasonKind.TOO_FEW_HEALTHY: "too few healthy slots, because health checks failed on {slots}: {cause}",
     ReasonKind.UNHEALTHY: _unhealthy,
-    ReasonKind.OTHERS_EXITED: "{exited:+worker} ended with exit code 0 while {waiting:+other} waited in init()",
+    ReasonKind.OTHERS_EXITED: "{exited:+worker} ended with exit code 0 while {waiting:+other} waited in init(): call"
+    " init() on every worker",
     ReasonKind.NO_RESUME: "training can't resume from the checkpoint: {text}",
     ReasonKind.SHARDS_LOST: "{text}",
     ReasonKind.SCRIPT_REFUSED: "--strict: {text}",
-    ReasonKind.RESTARTS_SPENT: "{cause}; --restarts {limit} is reached without a new checkpoint",
+    ReasonKind.RESTARTS_SPENT: "{cause}; the limit --restarts {limit} is reached without a new checkpoint",
     ReasonKind.MACHINE_LEAVES: _machine_leaves,
     ReasonKind.STOPPED: _stopped,
-    ReasonKind.RESET_LIMIT: "{cause}; --reset-limit {limit} is reached",
+    ReasonKind.RESET_LIMIT: "{cause}; the limit --reset-limit {limit} is reached",
     ReasonKind.STUCK_AGAIN: "a worker was stuck in {worlds} consecutive worlds without a new commit: {cause}",
     ReasonKind.IN_CIRCLES: "{worlds} consecutive recoveries without a lost worker and without a new commit: {cause}",
     ReasonKind.LOST_PEER: "{who} lost a peer: {text}",
@@ -748,10 +747,10 @@ SENTENCES: dict[ReasonKind, Sentence] = {
     " end with hvd.join()",
     ReasonKind.RETURNED_ALONE: "{who} returned from elastic.run at least {for_s:g} s ago while {where}: all ranks must"
     " make the same calls",
-    ReasonKind.STORE_SILENT: "etcd at {store} does not answer ({text}); training continues, membership changes are"
-    " postponed",
-    ReasonKind.STORE_BACK: "etcd at {store} answers again, after {silent_s:.1f} s",
-    ReasonKind.JOURNAL_INCOMPLETE: "{worker} is in generation {generation}, which is missing from the journal of this"
-    " driver: the journal is incomplete",
+    ReasonKind.STORE_SILENT: "etcd at {store} does not respond ({text}); training continues, and membership changes"
+    " are postponed",
+    ReasonKind.STORE_BACK: "etcd at {store} responds again after {silent_s:.1f} s",
+    ReasonKind.JOURNAL_INCOMPLETE: "{worker} is in generation {generation}, which is missing from the journal of"
+    " this driver: the journal is incomplete, so start a new job with --fresh",
     ReasonKind.DRIVER_BUG: "a bug in the driver (please report it with the journal): {error}",
 }

@@ -224,7 +224,8 @@ class PacketFilter:
                 return
             time.sleep(0.01)
         raise OSError(
-            "nft could not create a table owned by its process: Linux 5.12 and nft 0.9.9 or later are required"
+            "nft could not create a table owned by its process, which requires Linux 5.12 and nft 0.9.9: update them,"
+            " or omit partition from the faults"
         )
 
 

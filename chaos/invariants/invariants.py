@@ -192,7 +192,7 @@ class Invariants:
         self.job.line = line or self.job.line + 1
         before, self.job.now, self.job.event = self.job.now, at, event
         if at < before:
-            self.job.broken("TIME", f"the line before was at {before:.3f}")
+            self.job.broken("TIME", f"the previous line has time {before:.3f}")
         if self._resumed_at:
             what = f"the driver that resumes from line {self._resumed_at} does not record it first"
             self.job.must(isinstance(event, DriverRestarted), "ONE DRIVER", what)
@@ -260,7 +260,7 @@ class Invariants:
             case TellWorld():
                 pass
             case MeasureBandwidth(host, peer):
-                what = f"{host} is measured while {self.job.measuring} are"
+                what = f"{host} is measured while the bandwidth of {self.job.measuring} is measured"
                 late = self.job.now >= self.job.measuring_since + RESULT_S
                 self.job.must(self.job.measuring is None or late, "SLOW STAYS OUT", what)
                 self.job.measuring, self.job.measuring_since = (host, peer), self.job.now
@@ -297,7 +297,7 @@ class Invariants:
             case StopMembersAt(generation, _, check, members):
                 self._concerns(action, generation, members)
                 passed = max(self.job.checks.values(), default=-1)
-                what = f"all members have to stop at safepoint {check}, but one has already passed safepoint {passed}"
+                what = f"all members have to stop at safepoint {check}, but one passed safepoint {passed}"
                 self.job.must(check > passed, "NEVER BACK", what)
                 self.job.stop_at = check
                 by = self.job.now + self.job.settings.elastic_timeout_s
@@ -341,7 +341,8 @@ class Invariants:
                 self.job.workers[worker].asked_to_leave = True
 
     def _concerns(self, action: Action, generation: int, members: list[Worker]) -> None:
-        what = f"{type(action).__name__} is about generation {generation}, and {self.job.generation} is active"
+        name, active = type(action).__name__, self.job.generation
+        what = f"{name} refers to generation {generation}, but generation {active} is active"
         self.job.must(generation == self.job.generation, "ONE GENERATION", what)
         event = self.job.event
         for worker in members:
@@ -349,7 +350,7 @@ class Invariants:
                 # Allow this: if several hosts were lost at once, the driver handles the losses one by one.
                 continue
             if worker not in self.job.members or worker not in self.job.workers:
-                what = f"{type(action).__name__} goes to {worker}, no live member of generation"
+                what = f"{type(action).__name__} is sent to {worker}, which is not a live member of generation"
                 self.job.broken("ONE GENERATION", f"{what} {generation}")
 
     def _leaves(self, worker: Worker, why: str, exit_within: float | None) -> None:

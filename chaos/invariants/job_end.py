@@ -39,13 +39,13 @@ class JobEnd:
     def have_returned(self, action: FinishWorld) -> None:
         """Check that all released members have returned from elastic.run, and that their world had not failed."""
         self.job.finished = True
-        broken = f"generation {action.generation} is finished, and was broken before"
+        broken = f"generation {action.generation} is finished, but was interrupted before"
         self.job.must(self.job.broken_at is None, "THE END", broken)
         for worker in action.members:
             known = self.job.workers.get(worker)
             if known is None:
                 continue
-            what = f"{worker} is released from generation {action.generation}, and has not returned"
+            what = f"{worker} is released from generation {action.generation}, but has not returned"
             self.job.must(known.returned == action.generation, "THE END", what)
             known.finished = True
 
@@ -70,13 +70,11 @@ class JobEnd:
     # ---- success ---------------------------------------------------------------------------------------------------
 
     def _all_returned(self, number: int, generation: int) -> None:
-        what = (
-            f"the members of generation {generation} returned, and {self.job.generation} is active"
-        )
+        what = f"the members of generation {generation} returned, but generation {self.job.generation} is active"
         self.job.must(generation == self.job.generation, "THE END", what)
         live = self._live_members()
         for worker, known in live:
-            what = f"the job ends with success, and {worker} has not returned"
+            what = f"the job succeeds, but {worker} has not returned"
             self.job.must(known.finished, "THE END", what)
         what = f"{number} members are reported to have returned, expected {len(live)}"
         self.job.must(number == len(live) > 0, "THE END", what)
@@ -114,7 +112,7 @@ class JobEnd:
         self.job.must(code in codes, "THE END", f"exit code {code}, expected {expected}")
         live = self._live_members()
         if self.finishes and live and all(known.finished for _, known in live):
-            what = f"all {len(live)} members have returned, and the job fails: {action.reason}"
+            what = f"all {len(live)} members have returned, but the job fails: {action.reason}"
             self.job.must(isinstance(event, StopRequested), "THE END", what)
         if action.reason.kind in (ReasonKind.ALL_LOST, ReasonKind.NO_COMMIT):
             self._no_worker_remains()

@@ -49,7 +49,7 @@ class SampleHistory:
         self._sizes: dict[int, int] = {}
         # for each generation, the number of its last commit in the committed history
         self._kept: dict[int, int] = {}
-        self._settled = 0  # commits of generations before this one are final
+        self._settled = 0  # commits of generations before this generation are final
         # samples of each commit and worker, by epoch
         self._pending: dict[Commit, dict[Worker, dict[int, list[int]]]] = {}
         self._epochs: dict[int, Epoch] = {}

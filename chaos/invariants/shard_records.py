@@ -134,9 +134,11 @@ class ShardRecords:
         if world is None or worker not in world.members or generation != commit.generation:
             return
         found = next((each for each in shards.held if each.commit == commit), None)
-        what = f"commit {commit} is sealed, and {worker} does not hold its shard of it"
+        what = f"commit {commit} is sealed, but {worker} does not hold its shard"
         self.job.must(found is not None and found.own is not None, "SEALED IS MIRRORED", what)
-        what = f"commit {commit} is sealed, and {worker} has not mirrored it"
+        what = (
+            f"commit {commit} is sealed, but {worker} has not copied the shards that it must keep"
+        )
         self.job.must(found is not None and found.mirrored, "SEALED IS MIRRORED", what)
 
     # ---- a new world -------------------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ class ShardRecords:
             restored: the restored commit. None if memory contained no complete commit.
         """
         world, sealed = self._worlds[generation], self._before
-        back = f"generation {generation} goes back to {restored or 'no commit in memory'}"
+        back = f"generation {generation} restored {restored or 'no commit in memory'}"
         if restored is not None:
             lacks = sorted(world.missing(restored))
             what = f"{back}, of which no member holds shard {', '.join(map(str, lacks))}"
@@ -169,19 +171,17 @@ class ShardRecords:
         if sealed is None or (restored is not None and restored >= sealed):
             return
         lacks = sorted(world.missing(sealed))
-        what = f"{back}, and all shards of {sealed}, which is sealed, are held"
+        what = f"{back}, although its members hold all shards of the sealed commit {sealed}"
         self.job.must(bool(lacks), "SEALED IS KEPT", what)
         made = self._worlds.get(sealed.generation)
         if made is not None:
             gone = {worker.host for worker in made.members if worker not in world.members}
-            what = (
-                f"{back}, though {sealed} is sealed and only workers on {sorted(gone)} are missing"
-            )
+            what = f"{back}, although commit {sealed} is sealed and only workers on {sorted(gone)} are missing"
             enough = len(gone) > min(self._copies, len(made.hosts) - 1)
             self.job.must(enough, "SEALED IS KEPT", what)
             if len(made.placed) == len(made.members):
                 kept = {shard: made.kept_by(shard, world.members) for shard in self._shards(made)}
-                what = f"{back}, and present workers were to keep every shard of {sealed}, which is sealed"
+                what = f"{back}, although its members had to keep every shard of the sealed commit {sealed}"
                 self.job.must(not all(kept.values()), "SEALED IS KEPT", what)
         self._before = restored
 

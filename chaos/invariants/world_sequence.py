@@ -67,7 +67,7 @@ class WorldSequence:
         if known is None:
             self.job.broken("FENCED STAYS OUT", f"{worker}, a member, is not alive")
         if known.going:
-            self.job.broken("FENCED STAYS OUT", f"{worker} is a member, though it {known.going}")
+            self.job.broken("FENCED STAYS OUT", f"{worker} is a member, although it {known.going}")
         if self.job.settings.health_check and not known.healthy:
             state = "is pending" if known.healthy is None else "has failed"
             what = f"{worker} is a member, but the health check of its slot {state}"
@@ -106,8 +106,8 @@ class WorldSequence:
                 continue
             if known.stranded or not known.running:
                 continue  # valid: a worker outside elastic.run joins later as a new worker
-            what = f"{worker} of generation {self.job.generation} was not let go, fenced or lost"
-            self.job.broken("ONE GENERATION", f"{what}, and is not in the next world")
+            what = f"{worker} of generation {self.job.generation} was neither released, fenced nor lost"
+            self.job.broken("ONE GENERATION", f"{what}, but is missing from the next world")
 
     def _begins_from_the_newest(
         self, world: PublishWorld, workers: list[Worker], let_go: set[Worker]
@@ -128,7 +128,9 @@ class WorldSequence:
             }
         began = f"generation {world.generation} begins from commit {world.commit}"
         if world.commit != newest:
-            self.job.broken("NEVER BACK", f"{began}, expected {newest}, the newest that is held")
+            self.job.broken(
+                "NEVER BACK", f"{began}, expected {newest}, the newest that a member holds"
+            )
         cause = world.reason.facts.get("cause")
         from_storage = isinstance(cause, Reason) and cause.kind is ReasonKind.FROM_CHECKPOINT
         if self.job.trained and world.commit is None and not from_storage:
@@ -139,7 +141,7 @@ class WorldSequence:
         if newest is None:
             holders = set()
         if set(workers[: world.holders]) != holders:
-            what = f"ranks below {world.holders} are said to hold {newest}"
+            what = f"ranks below {world.holders} are listed as holders of {newest}"
             self.job.broken(
                 "NEVER BACK", f"{what}, expected {', '.join(sorted(map(str, holders)))}"
             )
@@ -147,7 +149,7 @@ class WorldSequence:
             self.job.workers[worker].own_pace for worker in held
         ):
             old = sum(worker in self.job.members for worker in workers)
-            what = f"{old} members had stopped in one place, {len(holders)} hold its commit"
+            what = f"{old} members stopped at one safepoint, but {len(holders)} hold its commit"
             self.job.must(old == len(holders), "NEVER BACK", what)
 
     def _is_doubted(self, commit: Commit) -> bool:

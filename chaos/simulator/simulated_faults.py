@@ -137,7 +137,7 @@ def stick(sim: SimulatedJob) -> None:
     if process is not None:
         others = (p for p in sim.processes.values() if p is not process)
         if all(p.trouble or p.point in ("stuck", "spinning") for p in others):
-            # Without a worker that waits for this one, the driver cannot detect that it is stuck.
+            # Without a worker that waits for the victim, the driver cannot detect that the victim is stuck.
             return
         process.trouble = sim.clock.random.choice(("stuck", "spinning"))
         process.doomed = True

@@ -218,7 +218,7 @@ class AgentPool:
             stopped = self._hosts[name].agent
             if stopped is not None:
                 why = f"it is connected but has sent nothing for {STOPPED_S:g} s; it may be stopped"
-                self._actions.log("error", f"agent of {name} given up: {why}")
+                self._actions.log("error", f"treating the agent of {name} as lost: {why}")
                 self._actions.add(pool_events.DisconnectAgent(stopped))
 
     def _end_job(self) -> None:
@@ -262,7 +262,9 @@ class AgentPool:
             case BandwidthFound(event) if event.host == agent.host:
                 self._actions.add(pool_events.PostToDriver(event))
             case _:
-                self._actions.log("warning", f"{agent} reported a worker of another host")
+                self._actions.log(
+                    "warning", f"disconnected {agent}: it reported a worker of another host"
+                )
                 self._actions.add(pool_events.DisconnectAgent(agent))
 
     def _agent_called(self, agent: AgentId, host: AgentRecord) -> None:
@@ -335,13 +337,17 @@ class AgentPool:
         if silent:
             self._expect(host, TOGETHER_S, "its agent stopped acknowledging data")
         else:
-            self._actions.log("warning", f"connection to the agent of {host.name} closed")
+            self._actions.log(
+                "warning",
+                f"lost the connection to the agent of {host.name}; waiting {RETURN_S:g} s"
+                " for it to reconnect",
+            )
             self._expect(host, RETURN_S, f"its agent has not reconnected within {RETURN_S:g} s")
 
     def _give_up_host(self, host: AgentRecord, why: str) -> None:
         if not host.here or host.agent is None or self._closing:
             return
-        self._actions.log("error", f"agent of {host.name} given up: {why}")
+        self._actions.log("error", f"treating the agent of {host.name} as lost: {why}")
         self._actions.add(pool_events.DisconnectAgent(host.agent))
         host.here, host.given_up, host.overdue_why = False, True, why
         self._heard_of.drop(host.name)

@@ -359,7 +359,7 @@ class HostAgent:
         if self._bound:
             self.end(1, why)
         else:
-            self._log("error", f"{why}: its workers were killed")
+            self._log("error", f"killed the workers of this host: {why}")
             self._in_background(self._clear(why))
 
     def _missing(self, reason: str) -> None:

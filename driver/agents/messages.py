@@ -140,7 +140,7 @@ class Here(AgentMessage):
 # ---- driver -> agent ---------------------------------------------------------------------------------------------
 
 
-class Attach(AgentMessage, tag="Hire"):  # wire name, kept from earlier releases
+class Attach(AgentMessage, tag="Hire"):  # name of the type on the wire, which other releases expect
     """First message of a driver to an agent, with the identity of the driver and its job.
 
     An agent that has served a newer driver of the job closes the connection.

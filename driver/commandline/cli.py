@@ -76,7 +76,7 @@ _SAYS_NOTHING = {
     ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"),
     ("HOROVOD_NUM_NCCL_STREAMS", "0"),
     ("HOROVOD_NUM_NCCL_STREAMS", "1"),
-    ("HOROVOD_TIMELINE", "DYNAMIC"),  # with this value, the script sets the file later
+    ("HOROVOD_TIMELINE", "DYNAMIC"),  # with DYNAMIC, the script passes the file to start_timeline()
 }
 # Log level at which to report an elasticrun flag that follows a program that may define flags itself.
 # The level of the last four options is lower, because programs often define flags with these names.

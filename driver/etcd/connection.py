@@ -134,14 +134,14 @@ class EtcdConnection:
                 f"etcd did not respond within {within_s:g} s: check its load and the network"
             )
         if task.cancelled():
-            raise Unavailable("the connection to etcd was closed")
+            raise Unavailable("the connection to etcd was closed: see its log")
         error = task.exception()
         if error is None:
             return task.result()
         if isinstance(error, self._rpc.AioRpcError):
             raise self._translated(error) from None
         if self.closed and isinstance(error, Exception):
-            raise Unavailable("the connection to etcd was closed") from None
+            raise Unavailable("the connection to etcd was closed: see its log") from None
         raise error
 
     async def close(self) -> None:
@@ -163,7 +163,7 @@ class EtcdConnection:
         if code is codes.RESOURCE_EXHAUSTED and "larger than max" in details:
             return Rejected(text)
         if code is codes.DEADLINE_EXCEEDED:
-            return Unavailable("no answer in time")
+            return Unavailable("etcd did not respond in time")
         if code in _rejections(codes):
             return Rejected(text)
         return _trouble(details, self._access)

@@ -134,7 +134,7 @@ class Leadership:
                     await asyncio.sleep(wait_s)
                 if await self._take():
                     return
-        raise Unavailable("the connection to etcd was closed")
+        raise Unavailable("the connection to etcd was closed: see its log")
 
     async def _take(self) -> bool:
         while True:

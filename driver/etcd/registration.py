@@ -135,7 +135,7 @@ class Registration:
             await asyncio.sleep(LOOK_S)
 
     def _taken(self) -> str:
-        return f"host {self._host} already has an agent in this job: stop that one, or pass another name with --host"
+        return f"host {self._host} already has an agent in this job: stop that agent, or pass another name with --host"
 
     async def _claim(self, *, within_s: float | None = None) -> None:
         async with self._claiming:
@@ -164,7 +164,7 @@ class Registration:
         )
 
     def _end(self) -> None:
-        self.why = f"a newer agent has taken over host {self._host}; this agent exits"
+        self.why = f"a newer agent registered host {self._host}; this agent exits"
         self._log("error", self.why)
         self.ended.set()
 

@@ -584,7 +584,7 @@ class Driver:
                 self._launcher.give_up(host, str(reason))
             case events.DumpStacks(worker, reason):
                 self._launcher.dump(worker, all_threads=False)
-                return ("info", f"the stacks of {worker} follow: {brief(reason)}")
+                return ("info", f"requesting the stacks of {worker}: {brief(reason)}")
             case events.BreakWorld(generation, members, reason):
                 broadcast(members, protocol.Broken(generation, str(reason)))
                 return self._news(f"generation {generation} was interrupted: {reason}")
@@ -620,7 +620,7 @@ class Driver:
                 texts = (self._layouts.get(layout, ""), self._layouts.get(expected, ""))
                 diff = layout_diff.difference(*texts)
                 send(worker, protocol.Rejected(diff))
-                return ("error", f"the state of {worker} differs from the world's:\n{diff}")
+                return ("error", f"the state of {worker} differs from that of the world:\n{diff}")
             case events.TellStandby(worker):
                 send(worker, protocol.StandBy())
                 return ("info", f"standby {worker} is ready")
@@ -744,7 +744,7 @@ class Driver:
         if outcome.code != 0:
             self._server.broadcast(self._decisions.running, protocol.End(reason))
         if self.outcome:
-            return None  # the outcome was known before the stop was requested
+            return None  # the outcome was decided before the stop request
         self.outcome = reason
         self._about_checkpoints.ended()
         if outcome.code == 0:

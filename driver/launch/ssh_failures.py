@@ -140,7 +140,7 @@ def _missing(host: str, module: str, ours: str) -> str:
             " pass another Python with --remote-python"
         )
     if module.startswith("elastic."):
-        return f"{host} has another release of hvd-elastic, without {module}: install the same as here, {install}"
+        return f"{host} has another release of hvd-elastic, without {module}: install this release, {install}"
     return f"hvd-elastic on {host} lacks its dependency {module}: install it there with all others, {install}"
 
 

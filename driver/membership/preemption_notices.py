@@ -173,7 +173,7 @@ class Notices(Part):
         if host not in self.announced:
             return
         self.actions.log(
-            "info", f"{host} will not be reclaimed after all ({self.announced[host].text})"
+            "info", f"the preemption notice of {host} was withdrawn ({self.announced[host].text})"
         )
         why = self._why(host)
         self._clear(host)

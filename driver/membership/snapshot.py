@@ -234,6 +234,12 @@ def restore_snapshot(data: bytes, settings: Settings) -> Membership:
     return found
 
 
+def _corrupted(what: str) -> Invalid:
+    return Invalid(
+        f"the snapshot is corrupted: {what}. Resume from an earlier journal, or start a new job with --fresh"
+    )
+
+
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
@@ -548,13 +554,13 @@ class _Making:
                 for start, many in zip(runs[::2], runs[1::2], strict=True):
                     found += self._made[start : start + many]
                 if None in found:
-                    raise ValueError("an object is referenced before it is created")
+                    raise _corrupted("an object is referenced before it is created")
             case ["parts", parts]:
                 found = [*map(self._value, parts)]
             case _:
-                raise ValueError(f"unknown column {str(column)[:80]}")
+                raise _corrupted(f"it contains the unknown column {str(column)[:80]}")
         if len(found) != count:
-            raise ValueError(f"a column has {len(found)} values instead of {count}")
+            raise _corrupted(f"a column has {len(found)} values instead of {count}")
         return found
 
     def _value(self, part: Part) -> Any:
@@ -566,7 +572,7 @@ class _Making:
     def _at(self, place: int) -> Any:
         found = self._made[place]
         if found is None:
-            raise ValueError(f"object {place} is referenced before it is created")
+            raise _corrupted(f"object {place} is referenced before it is created")
         return found
 
     def _made_of(self, kind: Any, block: _Block) -> Iterable[Any]:
@@ -581,7 +587,7 @@ class _Making:
     @staticmethod
     def _method(name: str, owner: Any) -> Any:
         if (type(owner), name) not in METHODS:
-            raise ValueError(f"a snapshot can't contain the method {name}: add it to METHODS")
+            raise _corrupted(f"it contains the unknown method {name}")
         return getattr(owner, name)
 
     def _fill(self, block: _Block, kind: type, names: list[str], made: list[Any]) -> None:
@@ -602,7 +608,7 @@ class _Making:
         items = [iter(self._column(column, sum(sizes))) for column in block.items]
         if not items:
             if any(sizes):
-                raise ValueError("the items of containers are missing")
+                raise _corrupted("the items of containers are missing")
             return
         if issubclass(kind, dict):
             keys, values = items

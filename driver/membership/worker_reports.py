@@ -83,7 +83,7 @@ class WorkerReports(Part):
         if event.worker in self.worlds.world.places and event.generation != self.worlds.generation:
             return  # The worker has not received the message about the new world yet.
         if 0 < event.number < record.readies:
-            return  # This message belongs to a wait that has already ended.
+            return  # Ignore the message, because its wait has already ended.
         record.readies = event.number
         # The worker must be notified again, because the earlier message may have been lost.
         record.stands_by = False

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 QUIET_S = 1.0
 MOST_S = 5.0  # maximum delay after the first event, in seconds, regardless of later events
-HELD_S = 20.0  # the same while ``held()`` is True
+HELD_S = 20.0  # maximum delay while ``held()`` is True, in seconds
 
 
 class DebounceTimer:

@@ -86,7 +86,7 @@ class RequestGuard:
                     return PageRefusal("403 Forbidden", why)
                 return "events"
             case _:
-                return PageRefusal("404 Not Found", "the only page is /")
+                return PageRefusal("404 Not Found", "no such page: open /")
 
 
 def is_ours(host: str, names: Collection[str]) -> bool:

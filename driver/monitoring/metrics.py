@@ -467,7 +467,7 @@ class MetricsServer(Collector):
 
     def collect(self) -> Iterable[Metric]:
         with self._changing:
-            # Extend the accounted time to the present. This changes nothing else.
+            # Extend the accounted time to the present; the accounted events stay the same.
             self._figures.spent.go_on(time.time())
             return [*families(self._figures, time.time())]
 

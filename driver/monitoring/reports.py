@@ -116,7 +116,8 @@ class Reports:
             senders = str(next(iter(dropped))) if workers == 1 else f"{workers} workers"
             self._log(
                 "warning",
-                f"the oldest {count} reports of {senders} were dropped: too many at once, or no driver was connected",
+                f"the oldest {count} reports of {senders} were dropped: too many arrived at once, or no driver was"
+                " connected",
             )
             self._dropped_said_at = now
             dropped.clear()

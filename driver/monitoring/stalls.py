@@ -154,7 +154,7 @@ class Stalls(ViewReader):
             self._gone(worker, now, StallEnd.LOST)
         match event:
             case events.WorkerResumed() | events.WorkerSpent():
-                pass  # These events are frequent.
+                pass  # frequent: skip the other cases
             case events.WorkerProgressed(worker, generation):
                 if generation == view.generation and worker in self._ranks and self._whole:
                     self._progressed(event, now)

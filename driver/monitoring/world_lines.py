@@ -99,6 +99,9 @@ def recovery_line(
     if report.kind != "recovery" or held is None:
         return text
     lost = "no committed step lost" if held else "no worker held a commit"
+    if held and report.shards is not None and report.shards.restored is not None:
+        # A later commit may have been lost with a worker, before all ranks had a copy.
+        lost = f"resumed from commit {report.shards.restored}, the newest with all shards"
     if held and not committed:
         lost = "no commit yet, so training starts over"
     if report.from_checkpoint:

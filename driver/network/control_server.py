@@ -280,7 +280,10 @@ class ControlServer(Generic[Who]):
             )
         if not self._expected(peer):
             raise self._turned_away(
-                connection, answer, f"{peer} is not {_a(callers.role)} of this job"
+                connection,
+                answer,
+                f"{peer} is not {_a(callers.role)} of this job: connect it to the driver of its"
+                " own job",
             )
         # An earlier connection may be lost without the server having detected this.
         self.drain(peer)

@@ -45,7 +45,7 @@ class Aws:
             return None
         if answer.status != 200:
             raise SourceError(
-                f"the metadata service returned status {answer.status}: enable IMDSv2 for this instance"
+                f"the metadata service returned status {answer.status}: check that it is enabled for this instance"
             )
         content = answer.json()
         try:

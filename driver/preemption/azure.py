@@ -51,14 +51,15 @@ class Azure:
             answer = self._ask(NAME)
             if answer.status != 200:
                 raise SourceError(
-                    f"the metadata service returned status {answer.status}: enable Scheduled Events for this machine"
+                    f"the metadata service returned status {answer.status}: check that Scheduled Events are enabled"
+                    " for this machine"
                 )
             self._own_name = answer.text
         answer = self._ask(EVENTS, within_s=2.0 if self._answered else FIRST_ANSWER_S)
         if answer.status != 200:
             raise SourceError(
-                f"the metadata service returned status {answer.status}: enable Scheduled Events for"
-                " this virtual machine"
+                f"the metadata service returned status {answer.status}: check that Scheduled Events are enabled for"
+                " this machine"
             )
         self._answered = True
         content = answer.json()
@@ -80,8 +81,8 @@ class Azure:
             answer = self._ask(EVENTS, method="POST", body=body)
             if answer.status >= 300:
                 raise SourceError(
-                    f"the metadata service rejected the acknowledgement with status {answer.status}: approve the"
-                    " event in Azure"
+                    f"the metadata service rejected the acknowledgement with status {answer.status}, so Azure waits"
+                    " until the announced time"
                 )
 
     def hint(self) -> str:

@@ -106,7 +106,7 @@ class OrphanReaper:
         quick = self._loop.time() - self._started_at < self.QUICK_S
         self._quick_deaths = self._quick_deaths + 1 if quick else 0
         if self._quick_deaths == self.ATTEMPTS:
-            self._give_up(f"it died {self.ATTEMPTS} times in a row")
+            self._give_up(f"it exited {self.ATTEMPTS} consecutive times")
         elif self._groups():
             self.ensure()
 

@@ -189,7 +189,7 @@ class PreparedProcesses:
         if now != kept.environ:
             odd = {n for n in now.keys() | kept.environ.keys() if now.get(n) != kept.environ.get(n)}
             return f"its environment differs in {', '.join(sorted(odd)[:4])}"
-        return "" if kept.process.poll() is None else "that has ended"
+        return "" if kept.process.poll() is None else "that no longer exists"
 
     def _later(
         self, command: Sequence[str], environ: Mapping[str, str], folder: str | None

@@ -61,7 +61,7 @@ SWEEP_S = 0.01
 DEATH_S = 10.0
 # Interval between two checks of all processes, in seconds. If a quarter of the liveness timeout is less, that is used.
 LOOK_S = 0.25
-LEAST_LOOK_S = 0.05  # minimum of this interval
+LEAST_LOOK_S = 0.05  # minimum interval between two samples
 # Interval between two checks of whether all threads of a process have ended, in seconds. The checks begin when its main
 # thread has ended.
 ENDING_S = 0.001

@@ -288,7 +288,7 @@ class RayDiscovery:
 
     def _settle(self, look: _Look) -> None:
         if not look.nodes:
-            self._in_trouble("it lists no node")
+            self._in_trouble("Ray lists no node")
         elif look.problem:
             self._in_trouble(look.problem)
         elif self._trouble:
@@ -325,7 +325,8 @@ class RayDiscovery:
                 self._gpus[self._names[id]] = [self._known[number, id] for number in numbers]
         for id in self._decided.drained:
             self._log(
-                "info", f"{self._names[id]} drains: its workers leave, replacements are requested"
+                "info",
+                f"{self._names[id]} drains: its workers leave, and replacements are requested",
             )
             ends_at = (look.draining or {}).get(id)
             if self._noticed is not None and ends_at is not None:

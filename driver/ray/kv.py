@@ -109,12 +109,12 @@ class RetryingKV:
             self._logged = True
             self._log(
                 "warning",
-                f"Ray's head does not answer ({why}); training continues, membership changes are postponed",
+                f"Ray's head does not respond ({why}); training continues, and membership changes are postponed",
             )
         await self._pause(min(PAUSE_S, 0.05 * 2 ** min(self._failures, 5)))
 
     def _answered(self) -> None:
         if self._logged:
             silent_s = self._clock() - self._silent_since
-            self._log("info", f"Ray's head answers again, after {silent_s:.1f} s")
+            self._log("info", f"Ray's head responds again after {silent_s:.1f} s")
         self._failures, self._logged = 0, False

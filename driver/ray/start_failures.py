@@ -48,7 +48,7 @@ def why_no_actor(host: str, node: str, kind: str, text: str, *, limit_s: float) 
 
 def exit_cause(host: str, text: str) -> str:
     """Return the reason why an actor exited after its agent had been ready."""
-    return f"the agent on {host} is gone with its actor: {_cause(_COLOUR.sub('', text))}"
+    return f"the actor of the agent on {host} exited: {_cause(_COLOUR.sub('', text))}"
 
 
 def another_release(host: str, theirs: str, ours: str) -> str:

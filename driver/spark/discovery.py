@@ -127,7 +127,7 @@ class SparkDiscovery:
                 leaving, trouble = set(), type(error).__name__
             with contextlib.suppress(RuntimeError):  # The event loop is closed.
                 if trouble and trouble != said:
-                    text = f"Spark can't be asked for decommissioned executors: {trouble}"
+                    text = f"the list of decommissioned Spark executors can't be read: {trouble}"
                     loop.call_soon_threadsafe(self._log, "warning", text)
                 if leaving - self._left:
                     loop.call_soon_threadsafe(self._leave, leaving)

@@ -49,7 +49,7 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
     storage = Storage(found.url)
     if rt.alone and not found.run:  # Without a driver, no run number is assigned.
         found = replace(found, run=catalog.claim_run(storage))
-    # Imported here, because loading torch.distributed.checkpoint and SymPy takes most of a second, which jobs without
+    # Import on demand: loading torch.distributed.checkpoint and SymPy takes most of a second, which jobs without
     # checkpoints should not spend.
     from elastic.checkpoints.writer import CheckpointWriter
 

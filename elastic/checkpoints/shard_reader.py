@@ -64,7 +64,7 @@ class ShardReader:
         self._options = options
         self._met = met
         self._storage = Storage(options.url)
-        self._passed: resuming.Passed = {}  # used on rank 0 only
+        self._passed: resuming.Passed = {}  # commits that could not be read; used only on rank 0
 
     def resume(self, reset: Callable[[], None]) -> bool:
         """Load the newest commit that all ranks can read, and commit the loaded state.
@@ -84,7 +84,7 @@ class ShardReader:
         assert sharded is not None
         if not self._from_rank_0(self._there_is_one):
             return False
-        # This runs on all ranks at the same time, because callbacks may contain collectives.
+        # Call reset callbacks on all ranks at the same time, because they may contain collectives.
         reset()
         while (chosen := self._from_rank_0(self._load)) is not None:
             specs = sharded.recognized(row_specs(chosen.manifest.tensors))

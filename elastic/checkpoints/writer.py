@@ -104,7 +104,7 @@ class CheckpointWriter:
         self._attempt: _Attempt | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._away = False  # whether the current storage failure was already reported
+        self._away = False  # whether the current failure of the storage was already logged
         self._commits = 0  # number of commits, counted here if there is no driver
         self._changed = threading.Condition()  # guards the following fields
         # time of the last message to the driver, by request
@@ -457,7 +457,7 @@ class CheckpointWriter:
         except (UnreadableCommit, DeviceLost, _Corrupted) as error:
             self._refuse(attempt, str(error))
             return False
-        except Exception as error:  # An error here must not end the training.
+        except Exception as error:  # An error of a checkpoint must not end the training.
             self._refuse(attempt, f"{type(error).__name__}: {error}")
             return False
         if self._away:
@@ -470,7 +470,7 @@ class CheckpointWriter:
         self._schedule.dropped(attempt.number, monotonic(), again=False)
         if self._alone:
             self._settle(attempt.name.generation, attempt.number, None)
-            self._say(f"commit {attempt.name.commit} could not be made durable: {reason}")
+            self._say(f"commit {attempt.name.commit} was not written to a checkpoint: {reason}")
         else:
             name = attempt.name
             self._tell(messages.ShareDropped(name.generation, attempt.number, reason))

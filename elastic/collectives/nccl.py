@@ -466,7 +466,7 @@ class NcclCollectives:
         for thread in (self._stopping, self._building):
             if thread is not None:
                 thread.join()
-        # This aborts a communicator that was connected only after the first abort.
+        # Abort again: the communicator may have been connected only after the first abort.
         _abort(self._backend)
         self._backend, self._communicator = None, 0
         self._freed.set()

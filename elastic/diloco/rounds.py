@@ -163,7 +163,7 @@ class WorldReport(NamedTuple):
     position: int
     merged: list[int]
     pending: Sent | None
-    origin: tuple[int, int]  # `Rounds.own_steps` and `Rounds.merges_before`
+    origin: tuple[int, int]  # values of `Rounds.own_steps` and `Rounds.merges_before`
     absent: list[
         tuple[int, tuple[str, ...]]
     ]  # names of the absent islands in the latest merges, by number of the merge

@@ -49,8 +49,10 @@ def save(
         torch.save(state, incomplete)
         os.replace(incomplete, path)
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError on a full disk.
-        log.warning("the state of rank %d was not saved: %s; check --keep-faulty", rank, error)
+        log.warning(
+            "could not save the faulty state of rank %d: %s; check --keep-faulty", rank, error
+        )
         with contextlib.suppress(OSError):
             incomplete.unlink()
         return
-    log.warning("the state of rank %d was saved: %s", rank, path)
+    log.warning("saved the faulty state of rank %d to %s", rank, path)

@@ -412,7 +412,8 @@ class Shards:
             return
         if self._balancer[2].committed(self._fetched) and self._step().rank == 0:
             log.info(
-                "from step %d on, ranks 0, 1, ... compute %s of the %d shards, in proportion to their speeds",
+                "rebalanced shards from step %d on: ranks 0, 1, ... compute %s of the %d shards, in proportion to"
+                " their speeds",
                 self.step,
                 ", ".join(map(str, self._balancer[2].division)),
                 self.count,
@@ -629,20 +630,19 @@ class Shards:
         self._said = size, generation
         if self.verify and size < 3:
             log.warning(
-                "verify: %s",
-                "with 1 worker, gradients are not compared, so wrong gradients are not detected"
+                "gradients are not fully verified: %s",
+                "a single worker has no other gradients to compare, so wrong gradients are not detected"
                 if size == 1
                 else (
-                    "with 2 workers, the faulty worker is identified only if recomputing a shard gives a different"
-                    " result"
+                    "with 2 workers, a faulty worker is identified only if a recomputed shard differs"
                 ),
             )
         share = assignment.balance(self.count, size)
         if share < 1.0:
             spare = max(0, size - self.count)
             log.warning(
-                "%d workers compute %d shards, at most %d each: on average, a worker is busy for %.0f %% of the"
-                " time%s",
+                "uneven shards: %d workers compute %d shards, at most %d each, so each is busy for %.0f %% of the"
+                " time on average%s",
                 size,
                 self.count,
                 len(step.held[0]),

@@ -48,7 +48,9 @@ def prepare(model: keras.Model, step_input: bytes) -> None:
     # An error in a script's train_step will recur at the first batch and is reported then.
     except Exception as error:
         log.debug(
-            "the training step could not be traced ahead: %s: %s", type(error).__name__, error
+            "the training step was not traced before the first batch: %s: %s",
+            type(error).__name__,
+            error,
         )
 
 

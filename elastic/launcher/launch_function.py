@@ -92,8 +92,7 @@ def launch(
         outcome: Outcome = run_apart(lambda: asyncio.run(start(job)))
     if outcome.code != 0:
         raise JobFailed(
-            f"the job ended with exit code {outcome.code}: {outcome.reason}. See the output of the"
-            " workers"
+            f"the job ended with exit code {outcome.code} (see the output of its workers): {outcome.reason}"
         )
     return values_of(outcome.results)
 

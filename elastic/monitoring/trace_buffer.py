@@ -85,7 +85,7 @@ class TraceBuffer:
     def _close(self, row: str, span: _Open, at_ns: int) -> None:
         name, began_ns, recorded = span
         if recorded:
-            # This record is added even if the buffer is full, because each B record needs an E record.
+            # Add the E record even if the buffer is full, because each B record needs one.
             self._records.append(("E", row, name, at_ns, 0))
         else:
             self.add(("X", row, name, began_ns, at_ns - began_ns))

@@ -167,7 +167,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         if isinstance(optimizer, DistributedOptimizer):
             optimizer = optimizer._optimizer
             warnings.warn(
-                "DistributedTrainer reduces gradients itself: the DistributedOptimizer's own optimizer is used",
+                "DistributedTrainer reduces gradients itself, so it uses the optimizer inside of the"
+                " DistributedOptimizer",
                 stacklevel=2,
             )
         if isinstance(params, list | tuple):

@@ -143,7 +143,7 @@ class Coordinator:
             found = self._settled(each, name)
             if found is None:
                 continue
-            # All numbers assigned before are invalid from here on.
+            # If the epoch has changed, all numbers assigned before are invalid.
             if each.epoch != epoch and responses:
                 made.append(ResponseList(each.named_as, epoch, responses=tuple(responses)))
                 responses = []

@@ -424,8 +424,8 @@ class Engine:
                     raise
                 # The other ranks have started the collective and wait for this one, so the world can't continue.
                 raise CollectiveFailed(
-                    f"{asked[0].name if asked else 'a collective'} could not be started on this rank: {error}. Pass"
-                    " valid tensors on every rank"
+                    f"{asked[0].name if asked else 'a collective'} could not be started on this rank: {error}. See"
+                    " the traceback of this rank"
                 ) from error
             finally:
                 with self._lock:

@@ -79,7 +79,7 @@ def join(device: int = -1) -> int:
                 noted = submission.join_noted(handle)
                 if not noted:
                     time.sleep(SOON_S)
-            if shared is None:  # This rank contributes zeros from now on.
+            if shared is None:  # From now on, the joined rank contributes zeros.
                 shared = [_SharedPlans(rt, members) for members in _sharing_optimizers(rt)]
             while True:
                 if last is None and submission.poll(handle):

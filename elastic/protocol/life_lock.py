@@ -80,7 +80,7 @@ def _lock(address: int) -> bool:
         and _libc.pthread_mutexattr_setpshared(kind, 1) == 0
         and _libc.pthread_mutexattr_setrobust(kind, 1) == 0
         and _libc.pthread_mutex_init(mutex, kind) == 0
-        # This fails in a second process of the same worker, because the first one holds the lock.
+        # The call fails in a second process of the same worker, because the first process holds the lock.
         and _libc.pthread_mutex_trylock(mutex) == 0
         and word.value == threading.get_native_id()  # layout of glibc's pthread_mutex_t
     )

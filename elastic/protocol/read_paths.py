@@ -55,7 +55,7 @@ class ReadPaths:
         if event in _EVENTS and not self.unseen and os.getpid() == self._process:
             try:
                 self._note(event, arguments)
-            except Exception as error:  # An error here must not fail the script's call.
+            except Exception as error:  # An error of the recording must not fail the script's call.
                 self.unseen.add(f"{event}: {type(error).__name__}")
 
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:

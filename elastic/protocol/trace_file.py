@@ -75,7 +75,7 @@ class TraceFile:
             self._put(text + CLOSING, self._end)
         except OSError:
             with contextlib.suppress(OSError):
-                # These blocks are already allocated, so this write succeeds even on a full disk.
+                # The file already has these blocks, so the write succeeds even on a full disk.
                 os.pwrite(self._fd, CLOSING, self._end)
                 os.ftruncate(self._fd, self.size)
             raise

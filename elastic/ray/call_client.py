@@ -56,7 +56,7 @@ class CallClient:
                 by = time.monotonic() + GRACE_S
             elif by is not None and not done:
                 if regrouped:
-                    # Give up on ranks that are still computing. Their next call starts when this one has ended.
+                    # Return without ranks that are still computing. Their next call starts after the current one.
                     break
                 self._regroup()
                 regrouped, by = True, time.monotonic() + RELEASED_S

@@ -340,6 +340,6 @@ def results_of(ended: Ended) -> list[Any]:
         raise Invalid(ended.reason)
     if ended.code != 0:
         raise JobFailed(
-            f"the job ended with exit code {ended.code}: {ended.reason}. See the output of the workers"
+            f"the job ended with exit code {ended.code} (see the output of its workers): {ended.reason}"
         )
     return values_of(ended.results)

@@ -491,8 +491,7 @@ class _Server:
     def _received(self, caller: SealedCaller, request: _Request) -> None:
         if caller in self._asking or not self._belongs_here(request):
             raise ProtocolError(
-                "the store received a request of another world or size: install the same hvd-elastic"
-                " on every host"
+                "the store received an unexpected request: install the same hvd-elastic on every host"
             )
         caller.identity = request
         self._asking.add(caller)
@@ -530,7 +529,7 @@ class _Server:
         except (
             Exception
         ) as error:  # An exception must not end this thread, which serves all other ranks as well.
-            log.exception("the store does not support %r", request.key)
+            log.exception("the store failed to serve the request %r", request.key)
             failed = f"{request.key!r} is not available: {type(error).__name__}: {error}"
         self._answer([caller], request, blobs, failed)
 

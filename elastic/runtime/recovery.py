@@ -56,7 +56,7 @@ class Verdict(enum.Enum):
 
     PASS = "pass"
     HOLD = "hold"  # wait for the driver's answer
-    STOP = "stop"  # this is the agreed safepoint: raise WorldChanging
+    STOP = "stop"  # the worker is at the agreed safepoint: raise WorldChanging
     BROKEN = "broken"  # raise PeerLost
     OVER = "over"
 
@@ -157,7 +157,7 @@ class Recovery:
                 if generation == self.generation and change == self._change:
                     if change == self._passed:
                         return self.fail(
-                            generation, "the message with the safepoint arrived too late"
+                            generation, "the message with the safepoint arrived after the safepoint"
                         )
                     self._stop_at = check
             case messages.Proceed(generation=generation, change=change):

@@ -194,7 +194,7 @@ class Training:
         """Mark a period in which the other workers wait for this one. See `elastic.long_phase`."""
         if self._trains_in not in (None, threading.get_ident()):
             warnings.warn(
-                f"long_phase({name!r}) has no effect here: it applies to the training thread",
+                f"long_phase({name!r}) has no effect in this thread: call it in the training thread",
                 stacklevel=4,
             )
             yield

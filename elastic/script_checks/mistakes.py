@@ -248,8 +248,8 @@ _SENTENCES = {
         " state.commit() after each step"
     ),
     Kind.COMMIT_ON_SOME_RANKS: (
-        "state.commit() is called under a condition on the rank: if those ranks are lost, so is their commit, and"
-        " no worker can join; call it on every rank"
+        "state.commit() is called under a condition on the rank: if those ranks are lost, their commit is lost, too,"
+        " and no worker can join; call commit() on every rank"
     ),
     Kind.LOOP_RESTARTS: (
         "`{loop}` in {function}() starts again whenever a worker is lost or joins, since elastic.run calls the function"
@@ -273,19 +273,19 @@ _SENTENCES = {
         " start without them; pass it: {member}"
     ),
     Kind.SCHEDULER_NOT_IN_STATE: (
-        "{name} is not in the state: after a failure its step count is ahead of the model, and workers that join start"
-        " at 0; pass it: TorchState(scheduler=scheduler, ...)"
+        "{name} is not in the state: after a failure its step count is ahead of the model, and workers that join"
+        " start at 0; pass the scheduler: TorchState(scheduler=scheduler, ...)"
     ),
     Kind.SCALER_NOT_IN_STATE: (
-        "{name} is not in the state: workers that join start with another loss scale; pass it:"
+        "{name} is not in the state: workers that join start with another loss scale; pass the scaler:"
         " TorchState(scaler=scaler, ...)"
     ),
     Kind.AVERAGE_NOT_IN_STATE: (
-        "{name}, an average of the weights, is not in the state: a failure does not restore it, and workers that join"
-        " start with a new one; pass it: TorchState(average=average, ...)"
+        "{name}, an average of the weights, is not in the state: a failure does not restore it, and workers that"
+        " join start with a new one; pass the average: TorchState(average=average, ...)"
     ),
     Kind.LOADER_NOT_IN_STATE: (
-        "{loader} is not in the state: after a failure samples are trained on again or skipped; pass it:"
+        "{loader} is not in the state: after a failure samples are trained on again or skipped; pass the loader:"
         " TorchState(loader=loader, ...)"
     ),
     Kind.LOADER_WITHOUT_POSITION: (

@@ -274,7 +274,7 @@ class ScriptObserver:
             if isinstance(sampler, ElasticSampler):
                 yield UsedLoader("DataLoader", id(sampler) in inside, True, _name(sampler))
             elif any(_is_ours(each) for each in (dataset, by, sampler)):
-                continue  # These are used internally by elastic.data.DataLoader.
+                continue  # elastic.data.DataLoader uses these classes internally.
             elif kept := [] if stream or _follows(sampler) else _kept(sampler):
                 yield UsedLoader("DataLoader", False, True, _name(sampler), ", ".join(kept))
             elif stream or _follows(sampler):

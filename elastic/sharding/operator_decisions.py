@@ -91,7 +91,9 @@ class _Query:
             return tuple((name, self._form(each)) for name, each in value.items())
         if isinstance(value, torch.Tensor):
             raise _NotReusable
-        if isinstance(value, float):  # only the type, because learning rates change in each step
+        if isinstance(
+            value, float
+        ):  # compare only the types of numbers, because learning rates change in each step
             return float
         return type(value), value
 

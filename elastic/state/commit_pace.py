@@ -84,7 +84,7 @@ class CommitPace:
 
 def _described(budget: CommitBudget, copy_s: float, step_s: float) -> str:
     return (
-        f"commit budget {100 * budget.share:g} %: a copy takes {1000 * copy_s:.3g} ms, a step {1000 * step_s:.3g} ms,"
-        f" so 1 in {budget.every} calls of commit() makes a copy; a failure repeats at most {budget.every} steps"
-        f" ({budget.every * step_s:.2g} s)"
+        f"commit budget {100 * budget.share:g} %: a copy takes {1000 * copy_s:.3g} ms and a step {1000 * step_s:.3g}"
+        f" ms, so 1 in {budget.every} calls of commit() copies the state; a failure repeats at most {budget.every}"
+        f" steps ({budget.every * step_s:.2g} s)"
     )

@@ -503,7 +503,7 @@ class HandledState(_OfThisProcess, ObjectState):
             return
         if not self.valid():
             log.warning(
-                "the last save() did not complete, so there is no complete commit to restore: values are unchanged"
+                "restore() kept the current values, because the last save() did not complete"
             )
             for part in self._of_ours():
                 part.restore_nothing()

@@ -409,7 +409,7 @@ class ObjectState(State):
     def restore(self) -> None:
         if not self.valid():
             log.warning(
-                "the last save() did not complete, so there is no complete commit to restore: values are unchanged"
+                "restore() kept the current values, because the last save() did not complete"
             )
             return
         self._restore_values()

@@ -110,9 +110,7 @@ JOB_ENDS_EXIT_CODE_3 = "the job ended with exit code .*localhost:1#1.*signal 9 S
 JOB_JOB_ALREADY_GIVE = ": pass another --name"
 JOURNAL_ENDS = "ends here"
 KEEPS_OTHERS_WAITING = "keeps the others waiting"
-KEEPS_OTHERS_WAITING_EVALUATION = (
-    "keeps the others waiting .*in 'evaluation', which its code marks as long"
-)
+KEEPS_OTHERS_WAITING_EVALUATION = "keeps the others waiting .*in the long phase 'evaluation'"
 KEEPS_OTHERS_WAITING_UNDER = "keeps the others waiting .*under a debugger: not treated as stuck"
 KILLED_SIGKILL = "was killed with SIGKILL"
 LEADS_JOB_TEST_TERM = "elected leader of job test, term 1"
@@ -140,7 +138,9 @@ LOCALHOST_LEFT_EXIT_CODE_2 = "localhost:1#1 left with exit code 0: SIGTERM"
 LOCALHOST_SIGNAL_SIGKILL_ELASTIC = (
     "localhost:1#1.*signal 9 SIGKILL.*@elastic.run to survive lost workers"
 )
-LOG_INFO_DRAINS_WORKERS = "^log info: .*-%s drains: its workers leave, replacements are requested$"
+LOG_INFO_DRAINS_WORKERS = (
+    "^log info: .*-%s drains: its workers leave, and replacements are requested$"
+)
 LOG_INFO_RAY_ANSWERS = "^log info: Ray answers again$"
 LOG_WARNING_ANOTHER_DRIVER = "^log warning .*another driver leads job"
 LOG_WARNING_RAY_DOES = "^log warning: Ray could not be queried: .*; keeping "
@@ -221,9 +221,11 @@ SCRIPT_TRAINED_BEFORE = "only the first elastic.run call of a job is elastic"
 SECRET_JOB_JOB_GONE = "The Secret job-job is gone, and the running driver"
 SHARED_MEMORY = "[X] shared memory"
 SIGTERM_AT_DRIVER_COMMIT = MACHINE_GOES_AWAY_COMMIT
-SLOT_LOCALHOST_GIVEN_UP = "gave up slot localhost:1: 5 consecutive workers"
-SLOT_LOCALHOST_GIVEN_UP_2 = "gave up slot localhost:2"
-SLOT_LOCALHOST_GIVEN_UP_3 = "gave up slot localhost:1: 3 consecutive workers ended without progress"
+SLOT_LOCALHOST_GIVEN_UP = "stopped using slot localhost:1: 5 consecutive workers"
+SLOT_LOCALHOST_GIVEN_UP_2 = "stopped using slot localhost:2"
+SLOT_LOCALHOST_GIVEN_UP_3 = (
+    "stopped using slot localhost:1: 3 consecutive workers ended without progress"
+)
 SLOT_MAY_RETURN = "slot is available again"
 SLOW_OVER = "slow .* has ended"
 SO_FROM_STEP_RUN = "the run is not bitwise identical to an undisturbed one from step 4 on"

@@ -172,7 +172,7 @@ async def _served(path: Path, options: ReplayOptions) -> None:
                 play(model, entry, at)
                 server.changed()
             clock.stop()
-            print("end of the journal; the page is served until Ctrl-C", flush=True)
+            print("replay finished; serving the page until Ctrl-C", flush=True)
             await over.wait()
         finally:
             server.close()

@@ -153,7 +153,7 @@ class ArgumentParser(argparse.ArgumentParser):
         """
         own, rest = self.split(arguments)
         words = []
-        # Flags may also follow the positional argument, which does not start a program here.
+        # Flags may also follow the positional argument, because it is not a program with flags of its own.
         while rest:
             words.append(rest[0])
             more, rest = self.split(rest[1:])

@@ -92,7 +92,7 @@ def _mapping(value: object, where: str) -> dict[str, object]:
 
 def _near(key: str, known: list[str]) -> str:
     near = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+    return f"; did you mean {near[0]}?" if near else f"; use one of {', '.join(known)}"
 
 
 class _Loader(yaml.SafeLoader):

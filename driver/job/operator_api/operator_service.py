@@ -174,7 +174,8 @@ class OperatorService:
     def _on_request(self, server: ControlServer[str], requester: str, request: Request) -> None:
         if len(self._tasks) >= AT_ONCE:
             server.send(
-                requester, Told(request.number, False, "too many requests at once; try again")
+                requester,
+                Told(request.number, False, "too many concurrent requests; retry the command"),
             )
             return
         task = asyncio.get_running_loop().create_task(self._serve(server, requester, request))
@@ -193,13 +194,11 @@ class OperatorService:
             case messages.AskLogs(worker=name, after=after):
                 return self._logs(name, after)
         if self._driver is None:
-            return Told(0, False, "the job has not started yet; try again in a moment")
+            return Told(0, False, "the job has not started yet; retry the command later")
         match request:
             case messages.AskScale(workers=workers):
                 if workers < 1:
-                    return Told(
-                        0, False, f"the number of workers must be at least 1, got {workers}"
-                    )
+                    return Told(0, False, f"the number of workers is {workers}: pass at least 1")
                 if refused := await self._grow(workers):
                     return Told(0, False, refused)
                 return await self._decided(requester, lambda n: ScaleRequested(n, workers))
@@ -214,7 +213,7 @@ class OperatorService:
                 return await self._stacks(name, log=log, all_threads=all_threads)
             case messages.AskStop(why=why):
                 self._driver.stop(f"requested by {shown(requester)}{why and ': '}{why}", STOP_CODE)
-                text = "the job is stopping; repeat the command to stop it at once"
+                text = "the job is stopping; repeat the command to stop it immediately"
                 view = self._page.model.view
                 if view.commits and view.durable is None:
                     text += (

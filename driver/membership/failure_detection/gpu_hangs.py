@@ -79,7 +79,7 @@ def judge(witnesses: Sequence[RankReport], settings: Settings, before: int) -> H
     """
     launches = [witness.launches for witness in witnesses]
     if not launches or len(launches) < launches[0].size or settings.gpu_hang_s <= 0:
-        return None  # A rank has not reported, or waits in another process group.
+        return None  # No verdict: a rank has not reported, or waits in another process group.
     number = min(each.done for each in launches) + 1
     if any(each.launched < number for each in launches):
         return None

@@ -147,7 +147,7 @@ class Suspicion:
         For example ``idle`` and ``it is fenced in 25 s (--idle-timeout)``.
         """
         due = self.fence_due(settings)
-        left = "" if due is None else f"it is fenced in {due - now:.0f} s"
+        left = "" if due is None else f"it will be fenced in {due - now:.0f} s"
         match self.verdict:
             case Verdict.IDLE:
                 flag = "--busy-timeout" if self.patient else "--idle-timeout"
@@ -160,7 +160,7 @@ class Suspicion:
             case Verdict.EXCUSED if self.traced:
                 return "under a debugger: not treated as stuck", ""
             case Verdict.EXCUSED:
-                return f"in {self.phase!r}, which its code marks as long: not treated as stuck", ""
+                return f"in the long phase {self.phase!r}: not treated as stuck", ""
         return str(self.verdict.value), ""
 
     def reason(self, now: float, where: str) -> Reason:

@@ -204,7 +204,7 @@ class Roster(dict[Worker, WorkerRecord]):
                     del self._stages[before][worker]
                 self._stages[stage][worker] = record
                 self._stage_of[worker] = stage
-        # These indexes are usually empty.
+        # Both indexes are usually empty, in which case there is nothing to delete.
         if record.leaving is not None:
             self.leavers[worker] = record
         elif self.leavers:

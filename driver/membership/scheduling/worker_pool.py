@@ -215,7 +215,7 @@ class WorkerPool:
             self.actions.add(LetGo(worker, reason))
 
     def reject(self, record: WorkerRecord, expected: str) -> None:
-        text = f"rejected {record.worker}: its state differs from the world's"
+        text = f"rejected {record.worker}: its state differs from that of the world"
         self.actions.log("error", text)
         record.rejected = expected
         self.dismiss(record, because(ReasonKind.REJECTED), self.settings.leave_s)

@@ -283,7 +283,7 @@ class PageModel(ViewReader):
         grid, now = self._grid, self.now
         match event:
             case events.WorkerResumed():
-                pass  # This event is frequent.
+                pass  # frequent: skip the other cases
             case events.WorkerPaced(worker, over_s=over_s) if over_s > 0:
                 grid.paced(worker, event.waited_s, over_s, event.commits)
             case events.WorkerProgressed(worker, inside=inside):

@@ -694,8 +694,7 @@ _ADVICE = {
         " made."
     ),
     Advice.COMMIT_MORE_OFTEN: (
-        "{share:.0%} of the workers' time was repeated, with {committed}: commit more often, at most after every"
-        " step."
+        "{share:.0%} of the workers' time was repeated, with {committed}: commit more often, up to once per step."
     ),
     Advice.PRELOAD: (
         "{share:.0%} of the workers' time was spent on imports and joining. If --preload auto finds no"

@@ -40,7 +40,7 @@ FETCHED_S = 1.0  # seconds that the starter has for fetching the last log lines
 SENT_S = 0.3  # seconds that Ray has for sending an answer before the process is killed
 # seconds that the agent has for killing its workers, after which it is killed
 END_S = 10.0
-# the same if Ray has already declared the node lost
+# the same limit if Ray has already declared the node lost
 DYING_S = 2.0
 REAP_S = 2.0  # timeout for the exit of a killed agent, in seconds
 

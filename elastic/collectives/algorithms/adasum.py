@@ -168,7 +168,7 @@ def _dots(
         a, b = left[chunk].double(), right[chunk].double()
         for dots, pair in zip(by_row, ((a, b), (a, a), (b, b)), strict=True):
             dots[chunk] = torch.linalg.vecdot(*pair)
-    # This is computed on the CPU, where the order of additions is fixed.
+    # Add the dot products on the CPU, where the order of additions is fixed.
     return torch.stack([torch.bincount(owners, dots, vectors) for dots in by_row.cpu()])
 
 

@@ -68,7 +68,7 @@ class ElasticEpochLoop(Stepped):
         super_start = super().on_run_start
         resuming, self.trainer.fit_loop._resuming_from_checkpoint = self.fit.is_resuming, True
         try:
-            super_start(data_fetcher)  # This call does not restart the iteration.
+            super_start(data_fetcher)  # with the flag set, the call does not restart the iteration
         finally:
             self.trainer.fit_loop._resuming_from_checkpoint = resuming
         if data_fetcher.length is not None:

@@ -736,13 +736,13 @@ def _too_many(slot: Slot, passes: int, *, twice: bool) -> str:
 
 def _too_early(slot: Slot) -> str:
     return (
-        f"the gradient of {slot.name} was changed while it was being reduced, so the change is lost or garbled. A"
-        " reduction ends with the backward pass that produces the last gradient of a step, or after as many passes"
-        " as earlier steps had. This step had fewer, or fewer than backward_passes_per_step for some parameters: run"
-        " the same number of backward passes in every step, or call optimizer.synchronize() before you clip or"
-        " change gradients, and then optimizer.step() inside `with optimizer.skip_synchronize():`. Register hooks"
-        " that change gradients before you create DistributedOptimizer, and pass each parameter to one"
-        " DistributedOptimizer only"
+        f"the gradient of {slot.name} was changed while it was being reduced, so the change is lost or corrupts the"
+        " gradient. Possible causes: this step had fewer backward passes than earlier steps or than"
+        " backward_passes_per_step, a hook was registered after DistributedOptimizer was created, or two"
+        " DistributedOptimizers hold the parameter. Run the same number of backward passes in every step, or call"
+        " optimizer.synchronize() before you change gradients, and then optimizer.step() inside `with"
+        " optimizer.skip_synchronize():`. Register hooks before you create DistributedOptimizer, and pass each"
+        " parameter to only one"
     )
 
 

@@ -62,7 +62,7 @@ class FirstNotFinite:
         self._found: dict[str, int] = {}
         self._committed: dict[str, int] = {}  # copy of `_found` at the newest commit
         self._odd: set[str] = set()  # reducers whose most recent gradients were not finite
-        self._missed = False  # whether the other ranks have taken a step without this one
+        self._missed = False  # whether the other ranks have taken a step without this rank
         self._fine: set[str] = set()  # reducers whose gradients have been finite since then
 
     def look(

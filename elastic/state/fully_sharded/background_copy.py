@@ -38,7 +38,7 @@ class BackgroundCopy:
         # keeps the tensors alive while they are read
         self._tensors = [tensor for tensor, _ in pairs]
         self._transit = PinnedCopy()
-        # if training may write to the tensors: the checksums at the commit, and the copies
+        # checksums at the commit and copies of the tensors, if training may write to the tensors during the copy
         self._check: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._valid: bool | None = None  # the result of `finish`
         self._ordered = threading.Event()

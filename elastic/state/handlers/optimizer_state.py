@@ -185,7 +185,7 @@ class OptimizerStateHandler(Part):
     def before_restore(self, own: Groups) -> None:
         """Restore the committed parameter groups, with the parameters that they had."""
         groups = self.value.param_groups
-        self._clear_gradients()  # also in groups that the restore will remove
+        self._clear_gradients()  # clear also the gradients of groups that the restore removes
         del groups[len(own) :]
         groups.extend({} for _ in range(len(own) - len(groups)))
         for group, parameters in zip(groups, own, strict=True):

@@ -34,7 +34,7 @@ class LentMemory:
         self._flags = _Flags()
         self._free = list(range(_FLAGS))
         self._lent: dict[int, torch.Tensor] = {}
-        # leaked deliberately, because TensorFlow may use them after the interpreter has exited
+        # never freed, because TensorFlow may use them after the interpreter has exited
         for kept in (self._flags, self._lent):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 

@@ -223,7 +223,7 @@ def test_agent_reports_only_its_own_workers():
     talk.here(FIRST)
     for lie in (Heard(B, protocol.Returned(1)), Seen(WorkerExited(B, 0)), registered(B)):
         assert talk.hear(AgentMessageReceived(FIRST, lie)) == [DisconnectAgent(FIRST)]
-    assert talk.log == ["agent here#5 reported a worker of another host"] * 3
+    assert talk.log == ["disconnected agent here#5: it reported a worker of another host"] * 3
 
 
 def test_connected_agent_that_sends_nothing_is_lost():

@@ -42,7 +42,9 @@ def test_recovery_names_the_lost_shard_and_that_it_came_from_memory_of_its_host(
     assert first.shards.lost_rows.network == first.shards.lost_rows.checkpoint == 0
     assert first.shards.restored is not None and first.shards.restored.generation == 2
     assert len(second.shards.lost) == 1
-    recorded("log", recovery_line(first, held=True).partition("; ")[2])
+    line = recovery_line(first, held=True)
+    assert str(first.shards.restored) in line
+    recorded("log", line.partition("; ")[2])
 
 
 def test_explain_shows_the_division_the_sealed_step_and_the_source_of_each_lost_shard(entries):

@@ -127,7 +127,7 @@ async def test_authenticated_worker_is_accepted(driver):
 async def test_authenticated_peer_that_does_not_belong_here_receives_the_reason(driver):
     peer, stranger = await Peer.reach(driver.address), Worker("localhost", 0, 2)
     challenge, nonce = await peer.answer(stranger)
-    reason = "localhost:0#2 is not a worker of this job"
+    reason = "localhost:0#2 is not a worker of this job: connect it to the driver of its own job"
     own = proof(SECRET, "turned away", nonce, challenge.nonce, reason)
     assert await peer.hear() == protocol.TurnedAway(reason, own)
     assert await peer.hear() is None

@@ -118,7 +118,7 @@ async def test_draining_node_is_unlisted_before_its_claims_are_removed():
         ([(B, 1)], made),
         ([(B, 1), (C, 2)], [*made, "remove 0", "remove 1"]),
     ]
-    assert bench.log == [("info", f"{A} drains: its workers leave, replacements are requested")]
+    assert bench.log == [("info", f"{A} drains: its workers leave, and replacements are requested")]
 
 
 def test_drain_with_a_deadline_is_one_notice_with_the_remaining_time():

@@ -564,10 +564,10 @@ async def test_outage_of_the_head_is_waited_for_and_logged_once():
         (
             3.2,
             "warning",
-            "Ray's head does not answer (RpcError: Deadline Exceeded); training continues, membership changes are"
+            "Ray's head does not respond (RpcError: Deadline Exceeded); training continues, and membership changes are"
             " postponed",
         ),
-        (round(sum(hours.pauses), 1), "info", "Ray's head answers again, after 9.2 s"),
+        (round(sum(hours.pauses), 1), "info", "Ray's head responds again after 9.2 s"),
     ]
     assert hours.pauses[:4] == [0.1, 0.2, 0.4, 0.5] and max(hours.pauses) == 0.5
     kv.troubles = [away] * 10

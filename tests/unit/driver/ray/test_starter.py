@@ -256,10 +256,7 @@ class TestRay(StarterContract):
             await bench.ended("alpha")
             await until(lambda: bool(bench.log), "a line")
             assert bench.log == [
-                (
-                    "warning",
-                    "the agent on alpha is gone with its actor: it was killed by `ray.kill`",
-                )
+                ("warning", "the actor of the agent on alpha exited: it was killed by `ray.kill`")
             ]
 
     async def test_agent_and_actor_end_with_the_raylet(self, opened, short_folder):
