@@ -157,7 +157,7 @@ class Recovery:
                 if generation == self.generation and change == self._change:
                     if change == self._passed:
                         return self.fail(
-                            generation, "the message with the safepoint arrived after the safepoint"
+                            generation, "the message with the safepoint arrived too late"
                         )
                     self._stop_at = check
             case messages.Proceed(generation=generation, change=change):
