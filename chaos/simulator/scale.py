@@ -86,7 +86,7 @@ class Scale:
     def _lose_a_host(self) -> None:
         sim = self.simulation
         host = sim.clock.random.choice(sorted(sim.agents))
-        sim.note(f"lose {host} for 20 s")
+        sim.note(f"host {host} lost for 20 s")
         sim.lose_host(host)
         sim.clock.after(20.0, self._back, host)
 

@@ -67,14 +67,14 @@ def kill_one(sim: SimulatedJob) -> None:
     spare = [p for p in sim.processes.values() if newest(p) is None]
     victims = [p for p in [*(holders if len(holders) > 2 else []), *spare] if _spared(sim, [p])]
     for process in sim.clock.random.sample(victims, min(1, len(victims))):
-        sim.note(f"kill {process.worker} at {process.point!r}")
+        sim.note(f"{process.worker} killed at {process.point!r}")
         process.die(-9)
 
 
 def kill_rank_0(sim: SimulatedJob) -> None:
     for process in sim.processes.values():
         if process.recovery.place.rank == 0 and _spared(sim, [process]):
-            sim.note(f"kill rank 0, {process.worker}")
+            sim.note(f"rank 0, {process.worker}, killed")
             process.die(-9)
             return
 
@@ -89,7 +89,7 @@ def strike(sim: SimulatedJob) -> None:
     process = _one(sim)
     if process is not None:
         frozen_s = sim.clock.random.choice((0.0, 0.0, 0.7, 5.0))
-        sim.note(f"strike {process.worker} {f'for {frozen_s} s' if frozen_s else 'dead'}")
+        sim.note(f"{process.worker} {f'frozen for {frozen_s} s' if frozen_s else 'killed'}")
         process.strike = (sim.clock.random.randint(1, 25), frozen_s)
 
 
@@ -97,7 +97,7 @@ def kill_many(sim: SimulatedJob) -> None:
     """Kill any number of workers at once, possibly all."""
     victims = list(sim.processes.values())
     for process in sim.clock.random.sample(victims, sim.clock.random.randint(0, len(victims))):
-        sim.note(f"kill {process.worker}")
+        sim.note(f"{process.worker} killed")
         process.die(-9)
 
 
@@ -106,7 +106,7 @@ def freeze(sim: SimulatedJob) -> None:
     process = _one(sim)
     if process is not None:
         seconds = sim.clock.random.choice((0.5, 1.5, 8.0, 90.0))
-        sim.note(f"freeze {process.worker} for {seconds} s")
+        sim.note(f"{process.worker} frozen for {seconds} s")
         process.doomed = process.doomed or seconds > 1
         process.freeze()
         sim.clock.after(seconds, process.thaw)
@@ -116,7 +116,7 @@ def leave(sim: SimulatedJob) -> None:
     """Send SIGTERM to a worker, so that it leaves."""
     process = _one(sim)
     if process is not None:
-        sim.note(f"leave {process.worker}")
+        sim.note(f"{process.worker} received SIGTERM")
         process.perform(process.recovery.ask_to_leave("SIGTERM"))
 
 
@@ -127,7 +127,7 @@ def raise_in_user_code(sim: SimulatedJob) -> None:
     text = random.choice("abcdefghij")
     victims = [p for p in sim.processes.values() if not p.frozen]
     for process in random.sample(victims, min(number, len(victims))):
-        sim.note(f"raise {process.worker} {text}")
+        sim.note(f"{process.worker} raised {text}")
         process.will_raise = text
 
 
@@ -155,7 +155,7 @@ def miscompute(sim: SimulatedJob) -> None:
         process = sim.clock.random.choice(victims)
         process.wrong = sim.clock.random.choice((1.0, 1.0, 0.5, 0.1))
         process.doomed = True
-        sim.note(f"{process.worker} computes {process.wrong:.0%} of its gradients wrongly")
+        sim.note(f"{process.worker} computes {process.wrong:.0%} of its gradients incorrectly")
 
 
 def throttle(sim: SimulatedJob) -> None:
@@ -238,7 +238,7 @@ def crash_agent(sim: SimulatedJob) -> None:
     agent = _agent(sim)
     if agent is not None:
         down_s = sim.clock.random.choice((0.1, 1.0, 6.0))
-        sim.note(f"crash the agent of {agent.host} for {down_s} s")
+        sim.note(f"agent of {agent.host} crashed for {down_s} s")
         agent.crash()
         if not sim.weather.starts_agents:
             sim.clock.after(down_s, agent.restart)
@@ -248,7 +248,7 @@ def lose_host(sim: SimulatedJob) -> None:
     """Disconnect a machine: it sends no more messages and returns only after the phase with faults."""
     agent = _agent(sim)
     if agent is not None and len(sim.agents) > 1:
-        sim.note(f"lose {agent.host}")
+        sim.note(f"host {agent.host} lost")
         sim.lose_host(agent.host)
 
 
@@ -291,7 +291,7 @@ def freeze_agent(sim: SimulatedJob) -> None:
         if seconds > 1:
             for process in agent.processes.values():
                 process.doomed = True
-        sim.note(f"freeze the agent of {agent.host} for {seconds} s")
+        sim.note(f"agent of {agent.host} frozen for {seconds} s")
         agent.freeze()
         sim.clock.after(seconds, agent.thaw)
 
@@ -304,7 +304,7 @@ def freeze_machine(sim: SimulatedJob) -> None:
     seconds = sim.clock.random.choice((0.5, 6.0, 30.0))
     if seconds < 1 and _too_soon(sim, agent, seconds):
         return
-    sim.note(f"freeze all of {agent.host} for {seconds} s")
+    sim.note(f"all processes of {agent.host} frozen for {seconds} s")
     there = [*agent.processes.values()]
     agent.freeze()
     for process in there:
@@ -322,7 +322,7 @@ def break_connection(sim: SimulatedJob) -> None:
     connections = sim.network.connections(sim.clock.random.choice(hosts))
     if connections:
         connection = sim.clock.random.choice(connections)
-        sim.note(f"break the connection of {connection.worker or connection.host}")
+        sim.note(f"connection of {connection.worker or connection.host} broken")
         connection.break_off()
 
 
@@ -331,7 +331,7 @@ def break_connections(sim: SimulatedJob) -> None:
     hosts = list(sim.agents)
     if sim.clock.chance(0.7):
         hosts = [sim.clock.random.choice(hosts)]
-    sim.note(f"break all connections of {', '.join(hosts)}")
+    sim.note(f"all connections of {', '.join(hosts)} broken")
     for host in hosts:
         for connection in sim.network.connections(host):
             connection.break_off()
@@ -350,7 +350,7 @@ def cut_host(sim: SimulatedJob) -> None:
     how = ", ".join([*(names[way] for way in ways), *(["from its peers"] if data else [])])
     if seconds < 1 and _too_soon(sim, agent, seconds):
         return
-    sim.note(f"cut {agent.host} ({how}) for {seconds} s")
+    sim.note(f"host {agent.host} cut off ({how}) for {seconds} s")
     if seconds > 1:
         for process in agent.processes.values():
             process.doomed = True
@@ -373,21 +373,21 @@ def slow_network(sim: SimulatedJob) -> None:
 def scale(sim: SimulatedJob) -> None:
     """Request a random number of workers, which may be invalid."""
     workers = sim.clock.random.randint(1, sim.workers + 2)
-    sim.note(f"scale to {workers}")
+    sim.note(f"scaled to {workers} workers")
     sim.driver.hear(ScaleRequested(0, workers))
 
 
 def drain(sim: SimulatedJob) -> None:
     """Drain a host, or undo a drain."""
     host, off = sim.clock.random.choice([*sim.hosts, "unknown"]), sim.clock.chance(0.3)
-    sim.note(f"drain {host}{' no more' if off else ''}")
+    sim.note(f"host {host} {'no longer ' if off else ''}drained")
     sim.driver.hear(DrainRequested(0, host, off))
 
 
 def remove(sim: SimulatedJob) -> None:
     process = _one(sim)
     if process is not None:
-        sim.note(f"remove {process.worker}")
+        sim.note(f"{process.worker} removed")
         sim.driver.hear(RemoveRequested(0, process.worker))
 
 
@@ -400,13 +400,13 @@ def crash_driver(sim: SimulatedJob) -> None:
     if driver.up and driver.doom is None:
         driver.doom = sim.clock.random.randint(1, 60)
         driver.down_s = sim.clock.random.choice((0.05, 0.5, 4.0))
-        sim.note(f"crash the driver for {driver.down_s} s")
+        sim.note(f"driver crashed for {driver.down_s} s")
 
 
 def freeze_driver(sim: SimulatedJob) -> None:
     if sim.driver.up:
         seconds = sim.clock.random.choice((0.3, 1.2, 5.0))
-        sim.note(f"freeze the driver for {seconds} s")
+        sim.note(f"driver frozen for {seconds} s")
         sim.driver.pause()
         sim.clock.after(seconds, sim.driver.wake)
 

@@ -313,7 +313,7 @@ class Simulation:
 
     def struck(self, process: SimulatedWorker) -> None:
         self.places[process.point] += 1
-        self.note(f"{process.worker} is struck at {process.point!r}")
+        self.note(f"fault injected into {process.worker} at {process.point!r}")
 
     def labelled(self, process: SimulatedWorker) -> None:
         self.training.labelled(process)

@@ -178,7 +178,7 @@ class JobDecisions:
         assert self.ending is not None and self.stop_code is not None
         actions: list[Action] = []
         if not again or self.ending.code == 0:
-            # The first stop request, or the job succeeded before an earlier request took effect.
+            # Ignore a repeated request, unless the job succeeded before the earlier one took effect.
             self.ending.stopped(self.stop_code, now)
             actions.append(EndJob(self.stop_code, as_sentence(event.reason)))
         return actions + self.ending.hurried(now) if again else actions

@@ -280,7 +280,7 @@ def _with_line(found: Recording, number: int, text: bytes, path: Path) -> Record
                 return replace(found, start=snapshot)
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise Invalid(
-            f"line {number} of the journal {str(path)!r} is damaged: {error}. Restore the file from a copy"
+            f"line {number} of the journal {str(path)!r} is corrupted: {error}. Restore the file from a copy"
         ) from error
     return found
 

@@ -203,7 +203,7 @@ def verify(storage: Storage, found: Manifest) -> str:
         except FileNotFoundError:
             return f"{file} is missing"
         if not check.passed():
-            return f"{file} is damaged: its checksum differs"
+            return f"{file} is corrupted: its checksum differs"
     return ""
 
 

@@ -220,7 +220,7 @@ def _decoded(text: Any) -> Any:
     try:
         return from_plain(text)
     except CorruptedData as error:
-        raise UnreadableCommit(f"the manifest is damaged: {error}", RESTORE) from error
+        raise UnreadableCommit(f"the manifest is corrupted: {error}", RESTORE) from error
 
 
 class _NotPortable(Exception):

@@ -84,7 +84,7 @@ def load_random(generators: Sequence[Any], rank: int, state: ObjectState) -> Non
             take_random(state, from_plain(saved))
         except CorruptedData as error:
             raise UnreadableCommit(
-                f"the random state of rank {rank} is damaged: {error}", manifest.RESTORE
+                f"the random state of rank {rank} is corrupted: {error}", manifest.RESTORE
             ) from error
 
 
@@ -99,7 +99,7 @@ def _python(
             by_kind[kind].update({name: from_plain(text) for name, text in texts.items()})
     except CorruptedData as error:
         raise UnreadableCommit(
-            f"{manifest.MANIFEST} is damaged: {error}", manifest.RESTORE
+            f"{manifest.MANIFEST} is corrupted: {error}", manifest.RESTORE
         ) from error
     if found.pickled:
         content = storage.read(f"{found.name}/{manifest.PICKLED}")
@@ -114,7 +114,7 @@ def _python(
 def _compare(file: str, check: Check) -> None:
     if not check.passed():
         raise UnreadableCommit(
-            f"{file} is damaged: its checksum differs from the recorded one", manifest.RESTORE
+            f"{file} is corrupted: its checksum differs from the recorded one", manifest.RESTORE
         )
 
 
@@ -171,11 +171,11 @@ def read_file(
                 tensor = torch.load(content, weights_only=True, map_location="cpu")
             except Exception as error:
                 raise UnreadableCommit(
-                    f"{file} is damaged: {stored.name} can't be read", manifest.RESTORE
+                    f"{file} is corrupted: {stored.name} can't be read", manifest.RESTORE
                 ) from error
             if not isinstance(tensor, torch.Tensor) or list(tensor.shape) != stored.stored_shape:
                 raise UnreadableCommit(
-                    f"{file} is damaged: {stored.name} has another dtype or shape than recorded",
+                    f"{file} is corrupted: {stored.name} has another dtype or shape than recorded",
                     manifest.RESTORE,
                 )
             read.append((stored, tensor))

@@ -100,11 +100,11 @@ class ElasticTrainerMixin:
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *rest: Any, **named: Any
     ) -> tuple[int, int]:
-        """Return the number of whole epochs in a checkpoint, and the number of batches of the next epoch.
+        """Return the number of complete epochs in a checkpoint, and the number of batches of the next epoch to skip.
 
-        The Trainer divides the steps by the number per epoch, which differs between worlds, so the number of epochs in
-        the checkpoint is used instead. With ``max_steps``, the Trainer trains as many epochs as these steps fill in the
-        current world, and its own division is correct.
+        The Trainer computes both from the number of steps and the steps per epoch, which depend on the size of the
+        world. Therefore, this method uses the number of epochs in the checkpoint. With ``max_steps``, the Trainer
+        derives the number of epochs from the current world, and its own result is correct.
         """
         init = super()._init_training_state  # type: ignore[misc]
         found: tuple[int, int] = init(max_steps, num_update_steps_per_epoch, *rest, **named)

@@ -28,7 +28,7 @@ from elastic.driver.processes.console import shown
 
 DESCRIPTION = """\
 Explain a job: which workers were lost and why, how the others recovered, the time lost, and what to change.
-JOURNAL is the --journal file of a job, also of a running or killed one, or the name of a running job."""
+JOURNAL is the --journal file of a running, finished or killed job, or the name of a running job."""
 
 
 # Legend for the section "What happened".

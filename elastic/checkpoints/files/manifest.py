@@ -227,7 +227,7 @@ def decode_share(content: bytes) -> Share:
         return msgspec.json.decode(content, type=Share)
     except msgspec.DecodeError as error:
         raise UnreadableCommit(
-            f"the record of a rank's files is damaged: {error}", RESTORE
+            f"the manifest of a rank's files is corrupted: {error}", RESTORE
         ) from error
 
 
@@ -242,14 +242,14 @@ def decode_manifest(content: bytes) -> Manifest:
     try:
         return msgspec.json.decode(content, type=Manifest)
     except msgspec.DecodeError as error:
-        raise UnreadableCommit(f"{MANIFEST} is damaged: {error}", RESTORE) from error
+        raise UnreadableCommit(f"{MANIFEST} is corrupted: {error}", RESTORE) from error
 
 
 def _check_format(content: bytes, what: str) -> None:
     try:
         version = msgspec.json.decode(content, type=_Versioned).format
     except msgspec.DecodeError as error:
-        raise UnreadableCommit(f"{what} is damaged: {error}", RESTORE) from error
+        raise UnreadableCommit(f"{what} is corrupted: {error}", RESTORE) from error
     if version > FORMAT:
         raise NewerFormat(
             f"{what} has format {version}, but this version reads formats up to {FORMAT}",
@@ -259,7 +259,7 @@ def _check_format(content: bytes, what: str) -> None:
     body = content[: last.start()] + b"}" if last else content
     if last is None or hashlib.sha256(body).hexdigest().encode() != last[1]:
         raise UnreadableCommit(
-            f"{what} is damaged: its checksum differs from the recorded one", RESTORE
+            f"{what} is corrupted: its checksum differs from the recorded one", RESTORE
         )
 
 

@@ -38,7 +38,7 @@ def read(
             raise UnreadableCommit(f"{part.file} is missing from the commit", RESTORE) from None
         if zlib.crc32(content, part.sum_before) != part.sum_after or len(content) != part.length:
             raise UnreadableCommit(
-                f"{part.file} is damaged: the checksum of {stored[0].name} differs from the recorded one",
+                f"{part.file} is corrupted: the checksum of {stored[0].name} differs from the recorded one",
                 RESTORE,
             )
         rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(into.dtype)

@@ -124,7 +124,9 @@ class _Held:
     def release(self, quiet: bool) -> None:
         """Release the mappings.
 
-        If not ``quiet``, another rank may still write to the staging memory of this rank, so this memory is not reused.
+        Args:
+            quiet: whether no other rank can still write to the staging memory of this rank. Otherwise, this memory is
+                not reused.
         """
         staging, self.staging = self.staging, None
         if staging is not None and quiet:
