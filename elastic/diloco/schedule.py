@@ -74,10 +74,11 @@ class RoundSchedule:
     def sent_again(self, sent: Sent, position: int) -> Sent:
         """Return a fragment that is sent again after inner step ``position``, because its merge was interrupted.
 
-        It is merged ``delay`` steps later, or in the step in which the next fragment is sent.
+        It is merged ``delay`` steps later, but before the step in which the next fragment is sent. If that step waited
+        for the merge, another interruption would omit the send.
         """
         following = next(n for n in itertools.count(position + 1) if self.sent_at(n) is not None)
-        return sent._replace(due=max(sent.due, min(position + self.delay, following)))
+        return sent._replace(due=max(sent.due, min(position + self.delay, following - 1)))
 
     def merge(self, number: int) -> Sent:
         """Return the fragment and the steps of merge ``number`` (counted from 0), assuming that no send is skipped."""

@@ -1,9 +1,12 @@
 """Actions of a worker in an island, and the weight of the island. Losses are in tests/simulation."""
 
+import contextlib
 import json
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from elastic.diloco.islands import Islands
 from elastic.diloco.rounds import (
@@ -70,6 +73,41 @@ def test_merge_that_was_due_when_the_world_failed_is_awaited_a_delay_later():
     ]
     steps = [[*map(type, performed(rounds.step(2, Islands.apart(1, 0)), {}))] for _ in range(3)]
     assert steps == [[], [], [AwaitMean, ApplyMean]]
+
+
+def awaits_mean(actions):
+    """Perform actions until one waits for a mean. Return whether there is any."""
+    answer = None
+    with contextlib.suppress(StopIteration):
+        while True:
+            action = actions.send(answer)
+            if isinstance(action, AwaitMean):
+                return True
+            answer = [action.report] if isinstance(action, CompareReports) else None
+    return False
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.floats(0, 1), st.sets(st.integers(1, 36)))
+@example(every=6, fragments=3, overlap=1.0, losses={3, 4})
+def test_waits_for_means_when_the_world_fails_then_all_fragments_are_sent_as_scheduled(
+    every, fragments, overlap, losses
+):
+    fragments = min(fragments, every)
+    schedule = RoundSchedule(every, fragments, round(overlap * (every // fragments - 1)))
+    rounds, world, alone = Rounds(schedule), 0, Islands.apart(1, 0)
+    owed = [0] * fragments
+    for step in range(1, 3 * every + 1):
+        if step in losses and awaits_mean(rounds.step(world, alone)):
+            rounds.interrupted()
+            world += 1
+            performed(rounds.enter(world, alone))
+        elif step not in losses:
+            performed(rounds.step(world, alone))
+        if (sent := schedule.sent_at(step)) is not None:
+            owed[sent.fragment] += 1
+    if rounds.pending is not None:
+        owed[rounds.pending.fragment] -= 1
+    assert rounds.merged == owed
 
 
 def test_other_member_receives_the_mean_from_the_leader():

@@ -40,9 +40,9 @@ def test_each_fragment_is_sent_once_a_round_and_merged_before_the_next_is_sent(
 
 @pytest.mark.parametrize(
     ("position", "due"),
-    [(4, 7), (5, 8), (6, 8), (7, 8), (9, 12)],  # fragments are sent after steps 4, 8, 12 and 16
+    [(4, 7), (5, 7), (6, 7), (7, 7), (8, 11), (9, 11)],  # fragments are sent after steps 4, 8, 12
 )
-def test_interrupted_merge_is_due_a_delay_later_or_when_the_next_fragment_is_sent(position, due):
+def test_interrupted_merge_is_due_a_delay_later_but_before_the_next_fragment_is_sent(position, due):
     schedule = RoundSchedule(every=8, fragments=2, delay=3)
     assert schedule.sent_again(Sent(0, 4, 7), position) == Sent(0, 4, due)
 
