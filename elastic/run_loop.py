@@ -363,10 +363,12 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         return
     if rt.commits.went_back(state) and rt.first_not_finite is not None:
         rt.first_not_finite.began()
-    if world.holders > 0 and not has_custom_sync(state):
+    early = runs_script_in_reset(
+        state
+    )  # The script may use process sets and groups, and may change the state.
+    if world.holders > 0 and not early:
         state.begin_reconcile()
     copy_sets = process_sets.start_copy(rt, world.copying)
-    early = runs_script_in_reset(state)  # The script may use process sets and groups.
     if early:
         _log(copy_sets())
         following_group.settle(rt)

@@ -18,7 +18,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -64,6 +64,8 @@ WIRE = (None, torch.float16, torch.bfloat16, torch.float32)
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 REPORTS = "diloco reports"
 REPORT_LIMIT = 128 << 10  # maximum length of a report that is sent through the store, in characters
+# first byte of a report: whether the rank has sent it before it received the state, if it receives the state
+_BEFORE, _AFTER = b"<", b">"
 
 
 class SentReport(NamedTuple):
@@ -71,9 +73,6 @@ class SentReport(NamedTuple):
 
     world: Hashable
     exchange: StoreExchange
-    senders: Mapping[
-        int, int
-    ]  # ranks that receive the state afterwards, each with the rank that sends it
 
 
 class DiLoCo:
@@ -340,11 +339,14 @@ class DiLoCo:
             blobs = begun.exchange.wait()
         if not all(blobs):
             return submission.agree("diloco", "position", report)
-        reports = adopted([blob.decode() for blob in blobs], begun.senders)
+        # A rank whose script runs code while it enters the world reports afterwards.
+        senders = {} if rt.world is None else rt.world.senders
+        senders = {rank: sender for rank, sender in senders.items() if blobs[rank][:1] == _BEFORE}
+        reports = adopted([blob[1:].decode() for blob in blobs], senders)
         if reports[rt.place.rank] != report:
             raise StateMismatch(
                 "DiLoCo's counters changed while this worker entered a world, so its merges would differ from those of"
-                " the other workers: do not change them in reset callbacks"
+                " the other workers: change them only in steps"
             )
         return reports
 
@@ -355,13 +357,11 @@ class DiLoCo:
         """
         return rt.place.several_hosts and self.name_in_state is not None
 
-    def _send_report(
-        self, rt: WorkerRuntime, report: str, senders: Mapping[int, int] | None = None
-    ) -> SentReport:
+    def _send_report(self, rt: WorkerRuntime, report: str, when: bytes = _AFTER) -> SentReport:
         # An empty blob makes all ranks use a collective instead.
-        blob = report.encode() if len(report) <= REPORT_LIMIT else b""
+        blob = when + report.encode() if len(report) <= REPORT_LIMIT else b""
         exchange = rt.start_exchange(f"{REPORTS} {self.name_in_state}", blob)
-        return SentReport(_world_of(rt), exchange, senders or {})
+        return SentReport(_world_of(rt), exchange)
 
     def _take_part(self, merge: int, leaders: tuple[int, ...]) -> None:
         """Start taking part in this world's merges in the background. This method is called on a leader."""
@@ -705,14 +705,17 @@ class DiLoCo:
     def begin_reconcile(self) -> None:
         """Send the report that `reconcile` compares with those of the other ranks, if their hosts are distant.
 
-        Called on all ranks before some of them receive the state of another rank. The other ranks compute the reports
-        of those ranks as they will be afterwards, and need not wait for them.
+        Called before some ranks receive the state of another rank. The other ranks compute the reports of those ranks
+        as they will be afterwards, and need not wait for them. On ranks where it is not called, `reconcile` sends the
+        report. No effect after the first call in a world.
         """
         rt = lifecycle.active()
         if rt is None or rt.world is None or rt.provisional or not self._is_distant(rt):
             return
-        if self.rounds.is_new(_world_of(rt)):
-            self._begun = self._send_report(rt, self.rounds.report(), rt.world.senders)
+        world = _world_of(rt)
+        begun = self._begun is not None and self._begun.world == world
+        if self.rounds.is_new(world) and not begun:
+            self._begun = self._send_report(rt, self.rounds.report(), _BEFORE)
 
     def reconcile(self) -> None:
         """Synchronize with the ranks of a new world, and complete a pending merge of the previous world. Collective.

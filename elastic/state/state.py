@@ -245,7 +245,7 @@ class State:
     def begin_reconcile(self) -> None:
         """Start exchanges of `reconcile` that can run while workers wait for each other. Does not wait.
 
-        Called on all workers in a new world, before the state is sent to some of them.
+        Called in a new world before the state is sent to some workers, unless the script's own code runs before that.
         """
 
     def reconcile(self) -> None:

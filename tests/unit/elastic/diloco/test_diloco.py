@@ -546,15 +546,16 @@ class DistantRank:
         )
 
 
+@pytest.mark.parametrize("early", [(0, 1), (0,), (1,), (), (0, 0, 1, 1)])
 @pytest.mark.parametrize(("limit", "negotiated"), [(diloco_module.REPORT_LIMIT, 0), (10, 2)])
 def test_distant_ranks_compare_reports_through_the_store_unless_they_are_long(
-    limit, negotiated, monkeypatch
+    limit, negotiated, early, monkeypatch
 ):
     monkeypatch.setattr(diloco_module, "REPORT_LIMIT", limit)
     listener = listen("127.0.0.1")
     served = Store(listener.address, listener, 10.0, generation=4)
     served.open()
-    states, local = [trained_state(steps, 2) for steps in (7, 6)], threading.local()
+    states, local = [trained_state(steps, 2) for steps in (7, 3)], threading.local()
     met, reports, shared = threading.Barrier(2), {}, states[0].diloco.rounds.shared()
 
     def agree(kind, name, report):
@@ -571,7 +572,8 @@ def test_distant_ranks_compare_reports_through_the_store_unless_they_are_long(
     def enter(state, rank):
         local.rt = DistantRank(rank, served).rt
         diloco = state.diloco
-        diloco.begin_reconcile()
+        for _ in range(early.count(rank)):
+            diloco.begin_reconcile()
         met.wait(10.0)
         if rank == 1:
             diloco.take_shared(shared)
