@@ -363,19 +363,18 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         return
     if rt.commits.went_back(state) and rt.first_not_finite is not None:
         rt.first_not_finite.began()
-    early = runs_script_in_reset(
-        state
-    )  # The script may use process sets and groups, and may change the state.
+    # Then the script may use process sets and groups, and may change the state.
+    early = runs_script_in_reset(state)
     if world.holders > 0 and not early:
         state.begin_reconcile()
-    copy_sets = process_sets.start_copy(rt, world.copying)
+    copy_sets = functools.cache(process_sets.start_copy(rt, world.copying))
     if early:
         _log(copy_sets())
         following_group.settle(rt)
     reset()
     if world.holders == 0:
         durable.resume(rt, state)
-    copied = _bring(rt, state, world)
+    copied = _bring(rt, state, world, copy_sets)
     if not early:
         _log(copy_sets())
         following_group.settle(rt)
@@ -399,15 +398,27 @@ def _log(news: Iterable[str]) -> None:
         print(f"elastic: {line}", file=sys.stderr)
 
 
-def _bring(rt: WorkerRuntime, state: State, world: World) -> int:
+def _bring(
+    rt: WorkerRuntime,
+    state: State,
+    world: World,
+    before_decoding: Callable[[], object] | None = None,
+) -> int:
     if has_custom_sync(state):
         state.sync()
         return 0
-    return _copy_state(rt, state, world)
+    return _copy_state(rt, state, world, before_decoding)
 
 
-def _copy_state(rt: WorkerRuntime, state: State, world: World) -> int:
+def _copy_state(
+    rt: WorkerRuntime,
+    state: State,
+    world: World,
+    before_decoding: Callable[[], object] | None = None,
+) -> int:
     """Copy the state to the ranks that lack the newest commit. Ranks that neither send nor receive return immediately.
+
+    ``before_decoding`` is called before a received value is decoded: it may be a process set, which is then looked up.
 
     Returns the number of bytes copied.
     """
@@ -419,7 +430,13 @@ def _copy_state(rt: WorkerRuntime, state: State, world: World) -> int:
     group_on = functools.partial(rt.group, STATE, ranks=ranks)
     with rt.guard(COPY), timeline.during("state", COPY):
         group = rt.copy_group(STATE, ranks)
-        copied = state.transfer(group, root=0, group_on=group_on, keeps=world.holders > 0)
+        copied = state.transfer(
+            group,
+            root=0,
+            group_on=group_on,
+            keeps=world.holders > 0,
+            before_decoding=before_decoding,
+        )
     if world.place.rank != ranks[0]:
         state.save()
         state.reset()  # Make samplers divide the remaining samples among the ranks of this world.

@@ -617,6 +617,7 @@ class HandledState(_OfThisProcess, ObjectState):
         expected_equal: bool = False,
         group_on: GroupOn | None = None,
         keeps: bool = False,
+        before_decoding: Callable[[], object] | None = None,
     ) -> int:
         """Send the live state of rank ``root`` to the other ranks, which receive it in place.
 
@@ -629,6 +630,7 @@ class HandledState(_OfThisProcess, ObjectState):
                 warning.
             group_on: function that creates a group of the same ranks on a GPU.
             keeps: whether to skip tensors that all receivers already hold.
+            before_decoding: called on each rank before a receiver decodes the values.
 
         Returns:
             The number of bytes copied.
@@ -638,7 +640,14 @@ class HandledState(_OfThisProcess, ObjectState):
                 state was received.
         """
         moved, values = state_transfer.transfer(
-            group, root, self._parts(), self._values(), self.layout(), group_on, keeps=keeps
+            group,
+            root,
+            self._parts(),
+            self._values(),
+            self.layout(),
+            group_on,
+            keeps=keeps,
+            before_decoding=before_decoding,
         )
         if group.rank == root:
             return moved

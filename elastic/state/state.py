@@ -310,6 +310,7 @@ class State:
         expected_equal: bool = False,
         group_on: GroupOn | None = None,
         keeps: bool = False,
+        before_decoding: Callable[[], object] | None = None,
     ) -> int:
         """Send the state of rank ``root`` of the group to the other ranks, without saving it.
 
@@ -319,6 +320,7 @@ class State:
             expected_equal: whether the receivers hold the same commit. If so, a warning names parameters that differ.
             group_on: function that creates a group of the same ranks on a GPU.
             keeps: whether to skip tensors that all receivers already hold.
+            before_decoding: called on each rank before a receiver decodes the values.
 
         Returns:
             The number of bytes copied.
@@ -433,6 +435,7 @@ class ObjectState(State):
         expected_equal: bool = False,
         group_on: GroupOn | None = None,
         keeps: bool = False,
+        before_decoding: Callable[[], object] | None = None,
     ) -> int:
         """Send the values of rank ``root`` of the group to the other ranks, without saving them.
 
@@ -442,7 +445,9 @@ class ObjectState(State):
             StateMismatch: a receiver cannot read the values. Raised on this receiver.
             Invalid: the root cannot pickle the values. Raised on the root.
         """
-        moved, values = state_transfer.transfer(group, root, {}, self._values(), self.layout())
+        moved, values = state_transfer.transfer(
+            group, root, {}, self._values(), self.layout(), before_decoding=before_decoding
+        )
         if group.rank != root:
             self._take_over(values)
         return moved

@@ -73,6 +73,7 @@ def transfer(
     group_on: GroupOn | None = None,
     *,
     keeps: bool = False,
+    before_decoding: Callable[[], object] | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Send the state of rank ``root`` to all other ranks of the group. Collective.
 
@@ -84,6 +85,8 @@ def transfer(
         layout: lines that describe the state's structure and must be equal on all ranks.
         group_on: function that creates a group of the same ranks on a GPU; called on every rank.
         keeps: whether to skip tensors that all receivers already hold; see `Part.versions`. Used on the root only.
+        before_decoding: called on each rank once it has received the header, before the values are decoded. It may
+            raise CollectiveFailed, and use the group.
 
     Returns:
         The number of bytes copied, and the root's ``values``.
@@ -97,8 +100,8 @@ def transfer(
     if group.size == 1:
         return 0, values
     if group.rank == root:
-        return _send(group, root, parts, values, layout, group_on, keeps), values
-    return _receive(group, root, parts, layout, group_on)
+        return _send(group, root, parts, values, layout, group_on, keeps, before_decoding), values
+    return _receive(group, root, parts, layout, group_on, before_decoding)
 
 
 def _send(
@@ -109,6 +112,7 @@ def _send(
     layout: str,
     group_on: GroupOn | None,
     keeps: bool,
+    before_decoding: Callable[[], object] | None,
 ) -> int:
     structures: dict[str, Any] = {}
     tensors: dict[Key, torch.Tensor | Destination] = {}
@@ -122,6 +126,8 @@ def _send(
     versions = _versions(parts) if keeps else {}
     header = pickle.dumps((layout, specs, content, versions), protocol=pickle.HIGHEST_PROTOCOL)
     _, replies = object_exchange.broadcast_with_replies(group, header, root, b"")
+    if before_decoding is not None:
+        before_decoding()
     specs = _lacking(group, specs, versions, versions, replies)
     failpoint("state-copy")
     moved, _ = _travel(_roads(group, specs, tensors, group_on), root, tensors)
@@ -134,9 +140,12 @@ def _receive(
     parts: Mapping[str, TransferData],
     layout: str,
     group_on: GroupOn | None,
+    before_decoding: Callable[[], object] | None,
 ) -> tuple[int, dict[str, Any]]:
     versions = _versions(parts)
     header, replies = object_exchange.broadcast_with_replies(group, b"", root, _encoded(versions))
+    if before_decoding is not None:
+        before_decoding()
     theirs, specs, content, roots = pickle.loads(header)
     try:
         if theirs != layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock, call, create_autospec, patch
 
@@ -166,10 +167,20 @@ def test_digest_of_a_copy_when_another_rank_than_0_sends_then_it_is_not_reported
 @pytest.mark.parametrize(
     ("rank", "holders", "script", "order"),
     [
-        (0, 2, False, ["begin_reconcile", "start", "on_reset", "transfer", "copy_sets", "settle"]),
-        (2, 2, False, ["begin_reconcile", "start", "on_reset", "transfer", "copy_sets", "settle"]),
-        (0, 2, True, ["start", "copy_sets", "settle", "on_reset", "transfer"]),
-        (0, 0, False, ["start", "on_reset", "transfer", "copy_sets", "settle"]),
+        (
+            0,
+            2,
+            False,
+            ["begin_reconcile", "start", "on_reset", "transfer", "copy_sets", "decode", "settle"],
+        ),
+        (
+            2,
+            2,
+            False,
+            ["begin_reconcile", "start", "on_reset", "transfer", "copy_sets", "decode", "settle"],
+        ),
+        (0, 2, True, ["start", "copy_sets", "settle", "on_reset", "transfer", "decode"]),
+        (0, 0, False, ["start", "on_reset", "transfer", "copy_sets", "decode", "settle"]),
     ],
 )
 def test_exchange_that_nothing_precedes_starts_before_a_rank_waits(rank, holders, script, order):
@@ -181,6 +192,12 @@ def test_exchange_that_nothing_precedes_starts_before_a_rank_waits(rank, holders
         calls.append(call.copy_sets())
         return []
 
+    def transfer(*_: Any, before_decoding: Callable[[], object], **options: Any) -> int:
+        before_decoding()
+        calls.append(call.decode())
+        return 0
+
+    state.transfer.side_effect = transfer
     with (
         patch.object(durable, "entered"),
         patch.object(durable, "resume"),

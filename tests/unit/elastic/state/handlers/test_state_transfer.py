@@ -423,6 +423,27 @@ def test_a_value_that_points_to_the_model_points_to_the_receivers_own():
     assert states[1].holder["net"] is states[1].model
 
 
+found: list[str] = []
+
+
+def looked_up() -> list[str]:
+    return list(found)
+
+
+class Reference:
+    """A value that a receiver looks up, as a process set is."""
+
+    def __reduce__(self):
+        return looked_up, ()
+
+
+def test_value_that_refers_to_an_object_when_decoded_then_the_object_has_been_received():
+    states = pair(lambda rank: TorchState(value=Reference() if rank == 0 else []))
+    found.clear()
+    transfer(states, before_decoding=lambda: found.append("received"))
+    assert "received" in states[1].value
+
+
 def test_parameters_that_should_have_been_equal_are_named(caplog):
     states = pair(sgd)
     with torch.no_grad():
