@@ -34,7 +34,6 @@ log = logging.getLogger("elastic.rendezvous")
 _REQUEST_LIMIT = 1 << 18
 _REPLY_LIMIT = 1 << 30
 _READ_BYTES = 1 << 16
-KEPT_LIMIT = 6  # maximum number of idle connections of a rank
 # Seconds after which an idle connection is not used any more, because a firewall may have dropped it. Recoveries are
 # shorter.
 KEPT_S = 5.0
@@ -124,8 +123,7 @@ class Store:
         timeout_s: default timeout of every wait, in seconds.
         generation: generation of the world.
         secret: secret of the job.
-        keeps: whether to keep connections for later exchanges. Rank 0 then holds up to `KEPT_LIMIT` idle connections of
-            each rank.
+        keeps: maximum number of idle connections that this rank keeps for later exchanges, and that rank 0 holds open.
         connecting: sockets that `connect_ahead` has started to connect to ``address``. The store takes ownership.
     """
 
@@ -137,7 +135,7 @@ class Store:
         *,
         generation: int = 0,
         secret: bytes = b"",
-        keeps: bool = False,
+        keeps: int = 0,
         connecting: Iterable[socket.socket] = (),
     ) -> None:
         self.address = address
@@ -242,7 +240,9 @@ class Store:
         """Return the connection that was used last, or None if no connection was used recently."""
         now = time.monotonic()
         with self._lock:
-            late = [each for each in self._kept if now - each.used_at > KEPT_S]
+            # The server drops a connection without a request after its own timeout.
+            late_s = min(KEPT_S, self._timeout_s / 2)
+            late = [each for each in self._kept if now - each.used_at > late_s]
             self._kept = [each for each in self._kept if each not in late]
             taken = self._kept.pop() if self._kept else None
         for each in late:
@@ -254,7 +254,7 @@ class Store:
             return
         connection.used_at = time.monotonic()
         with self._lock:
-            keeps = not self._aborted.is_set() and len(self._kept) < KEPT_LIMIT
+            keeps = not self._aborted.is_set() and len(self._kept) < self._keeps
             if keeps:
                 self._kept.append(connection)
         if not keeps:
@@ -426,6 +426,9 @@ class Call:
     def _use(self, sock: socket.socket) -> None:
         with self._lock:
             self._socket = sock
+            if self._aborted.is_set():
+                # `abort` has not shut this socket down, and connecting may take long
+                raise OSError("aborted")
 
     def ask(self, request: _Request, deadline: float) -> _Reply:
         """Send a request and return the reply to it.

@@ -50,7 +50,11 @@ _AHEAD = frozenset({NAMED, GRADIENTS})
 KEEPING_RANKS = 128  # number of ranks that keep connections to the store, which rank 0 holds open
 
 NEXT = "next store"  # key under which rank 0 provides the address at which it will serve the next world's store
-CONNECTIONS = 4  # number of connections that a rank starts before it knows the next world
+CONNECTIONS = 4  # maximum number of connections that a rank starts before it knows the next world
+KEPT = 6  # maximum number of idle connections of a rank to the store
+# Maximum numbers of such connections of all ranks. Rank 0 needs a descriptor for each, often of at most 1024, of which
+# `elastic.protocol.pending_handshakes` allows a quarter for connections without a request.
+ALL_CONNECTIONS, ALL_KEPT = 128, 256
 
 GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, device type, ranks
 
@@ -144,7 +148,7 @@ class Groups:
             self._env.timeout_s,
             generation=world.generation,
             secret=self._env.secret,
-            keeps=keeps,
+            keeps=_each(KEPT, ALL_KEPT, world.place.size) if keeps else 0,
             connecting=self._take_ahead(world.store) if keeps else (),
         )
         self._next = None
@@ -165,9 +169,10 @@ class Groups:
     def connect_ahead(self) -> None:
         """Start to connect to the store of the next world, in case its rank 0 is that of this world. Does not wait."""
         address, self._next = self._next, None
-        if address is not None:
+        if address is not None and self._place is not None:
             self._take_ahead(None)
-            self._ahead = address, connect_ahead(address, CONNECTIONS)
+            count = _each(CONNECTIONS, ALL_CONNECTIONS, self._place.size)
+            self._ahead = address, connect_ahead(address, count)
 
     def _take_ahead(self, address: Address | None) -> list[socket.socket]:
         """Return the sockets that are connecting to this address. Close them if it is another one."""
@@ -545,6 +550,11 @@ class Groups:
         self._take_ahead(None)
         for _, abortable in self._cuttable:
             abortable.close_in_forked_child()
+
+
+def _each(most: int, of_all: int, size: int) -> int:
+    """Return the number of connections of each rank: at most ``most``, and if possible ``of_all`` of all ranks."""
+    return max(1, min(most, of_all // size))
 
 
 def _is_on_gpus(key: GroupKey) -> bool:

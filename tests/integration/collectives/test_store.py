@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 
 from elastic.errors import CollectiveFailed
+from elastic.protocol.messages import Address
 from elastic.rendezvous import store as stores
 from elastic.rendezvous.store import Call, Store, listen
 
@@ -42,7 +46,7 @@ def served() -> Iterator[Store]:
 
 @pytest.fixture
 def keeping(served: Store) -> Iterator[Store]:
-    store = Store(served.address, None, WAIT_S, secret=SECRET, keeps=True)
+    store = Store(served.address, None, WAIT_S, secret=SECRET, keeps=2)
     yield store
     store.close()
 
@@ -83,7 +87,7 @@ def test_connections_that_were_started_ahead_are_used_as_soon_as_the_store_is_se
     served = Store(listener.address, listener, WAIT_S, secret=SECRET)
     served.provide("value", lambda: [b"7"])
     served.open()
-    ahead = Store(listener.address, None, WAIT_S, secret=SECRET, keeps=True, connecting=sockets)
+    ahead = Store(listener.address, None, WAIT_S, secret=SECRET, keeps=2, connecting=sockets)
     used: list[Any] = []
     try:
         for _ in range(2):
@@ -105,9 +109,20 @@ def test_connection_that_was_refused_is_made_again_once_a_store_listens():
     served = Store(again.address, again, WAIT_S, secret=SECRET)
     served.provide("value", lambda: [b"7"])
     served.open()
-    ahead = Store(again.address, None, WAIT_S, secret=SECRET, keeps=True, connecting=sockets)
+    ahead = Store(again.address, None, WAIT_S, secret=SECRET, keeps=2, connecting=sockets)
     try:
         assert ahead.exchange("value", 1, 0, b"") == [b"7"]
     finally:
         ahead.close()
         served.close()
+
+
+def test_request_when_aborted_before_it_connects_then_it_does_not_wait_for_a_connection():
+    kept, call = create_autospec(stores._Connection, instance=True), Call()
+    kept.socket = create_autospec(socket.socket, instance=True)
+    call.abort()
+    with pytest.raises(OSError):
+        call.connect(kept, Address("127.0.0.1", 1), SECRET, time.monotonic() + WAIT_S)
+    assert not kept.established.called
+    call.close()
+    assert kept.socket.close.called

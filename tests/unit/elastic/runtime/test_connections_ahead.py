@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("torch")
 
 from elastic.protocol.messages import Address, Place, World
-from elastic.rendezvous import environment
+from elastic.protocol.pending_handshakes import count_limit
+from elastic.rendezvous import environment, store
 from elastic.rendezvous.store import Call
 from elastic.runtime import process_groups
 from elastic.runtime.process_groups import Groups
@@ -58,3 +59,15 @@ def test_requests_of_a_world_when_its_rank_0_was_rank_0_before_then_none_connect
             each.retire()
             each.close()
     assert connects == [not stays]
+
+
+@pytest.mark.parametrize("descriptors", [1024, 4096])
+@pytest.mark.parametrize("size", [2, 32, 64, process_groups.KEEPING_RANKS])
+def test_connections_of_all_ranks_when_none_has_a_request_then_the_store_drops_none(
+    size, descriptors
+):
+    each = process_groups._each(process_groups.CONNECTIONS, process_groups.ALL_CONNECTIONS, size)
+    kept = process_groups._each(process_groups.KEPT, process_groups.ALL_KEPT, size)
+    # Each rank may also open one connection of its own for a first request.
+    assert (each + 1) * (size - 1) < count_limit(store._REQUEST_LIMIT, descriptors)
+    assert 1 <= each <= kept and kept * (size - 1) <= 1024 // 4
