@@ -163,7 +163,7 @@ def defaults(handful: dict[str, Objects]) -> Objects:
 
 @pytest.mark.parametrize("version", SOME_VERSIONS)
 @pytest.mark.parametrize("which", HANDFUL)
-def test_the_api_takes_every_object(helm, which, version):
+def test_rendered_objects_are_valid_for_the_api(helm, which, version):
     pytest.importorskip("kubernetes_validate")
     rendered = helm.render(*HANDFUL[which], version=version)
     assert not invalid([*rendered.all, *rendered.jobs()], version)
@@ -177,7 +177,7 @@ def test_jobset_has_only_documented_fields(handful):
     assert known.to_dict() == jobset
 
 
-def test_jobset_replaces_lost_pods_and_never_restarts_all(handful):
+def test_jobset_replaces_lost_pods_without_restarting_all(handful):
     jobset = handful["a JobSet"]["JobSet", "r"]
     spec = jobset["spec"]
     assert spec["failurePolicy"] == {"maxRestarts": 0}
@@ -194,7 +194,7 @@ def test_jobset_replaces_lost_pods_and_never_restarts_all(handful):
     assert "annotations" not in driver["template"]["metadata"]
 
 
-def test_jobset_replaces_job_and_stateful_set_and_changes_nothing_else(helm, handful):
+def test_jobset_replaces_only_job_and_stateful_set(helm, handful):
     plain, jobset = helm.render(GPUS, {"worker": {"number": 8}}), handful["a JobSet"]
     assert plain.kinds() - jobset.kinds() == {"Job", "StatefulSet"}
     assert jobset.kinds() - plain.kinds() == {"JobSet"}
@@ -205,7 +205,7 @@ def test_jobset_replaces_job_and_stateful_set_and_changes_nothing_else(helm, han
         assert selector.items() <= pod["metadata"]["labels"].items()
 
 
-def test_kueue_admits_a_jobset_as_a_whole(handful):
+def test_kueue_label_is_set_on_the_jobset_only(handful):
     queue = "kueue.x-k8s.io/queue-name"
     jobset = handful["a JobSet"]
     assert jobset["JobSet", "r"]["metadata"]["labels"][queue] == "training"
@@ -240,14 +240,14 @@ def combinations(helm: Helm) -> Callable[[str], dict[str, Sequence[Json]]]:
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_api_takes_every_object_of_every_combination(combinations, version):
+def test_rendered_objects_of_every_combination_are_valid_for_the_api(combinations, version):
     pytest.importorskip("kubernetes_validate")
     for text, values in combinations(version).items():
         assert not invalid([json.loads(text)], version), values
 
 
 @pytest.mark.parametrize("version", ["1.27", "1.37"])
-def test_versions_that_the_chart_treats_alike_get_the_same_objects(helm, version):
+def test_versions_with_the_same_features_get_the_same_objects(helm, version):
     first, own = (
         helm.render(*HANDFUL["everything"], version=v) for v in (first_alike(version), version)
     )
@@ -256,7 +256,7 @@ def test_versions_that_the_chart_treats_alike_get_the_same_objects(helm, version
         assert kind == "Secret" or first[kind, name] == own[kind, name]  # its bytes are random
 
 
-def test_a_cluster_of_1_20_gets_nothing_that_it_does_not_know(helm):
+def test_cluster_of_1_20_gets_only_fields_of_its_version(helm):
     old, new = (helm.render(BUDGET, version=version) for version in ("1.20", "1.26"))
     assert "podFailurePolicy" not in old["Job", "r-driver"]["spec"]
     assert "podFailurePolicy" in new["Job", "r-driver"]["spec"]
@@ -287,7 +287,7 @@ def test_every_object_has_owner_labels(handful, which):
         assert {"app.kubernetes.io/managed-by", "helm.sh/chart"} <= labels.keys()
 
 
-def test_selectors_find_the_pods_they_are_for(defaults):
+def test_selectors_match_only_their_pods(defaults):
     driver, worker = (pod["metadata"]["labels"].items() for pod in defaults.pods())
     to_driver = defaults["Service", "r-driver"]["spec"]["selector"].items()
     to_workers = defaults["Service", "r-workers"]["spec"]["selector"].items()
@@ -295,14 +295,14 @@ def test_selectors_find_the_pods_they_are_for(defaults):
     assert to_workers <= worker and not to_workers <= driver
 
 
-def test_another_version_of_the_chart_leaves_pods_as_they_are(handful):
+def test_pod_labels_do_not_contain_the_chart_version(handful):
     """A Job's pods can't be changed."""
     assert all(
         "helm.sh/chart" not in pod["metadata"]["labels"] for pod in handful["everything"].pods()
     )
 
 
-def test_more_workers_leave_the_driver_as_it_is(helm):
+def test_number_of_workers_does_not_change_the_driver(helm):
     few, many = (helm.render({"worker": {"number": number}}) for number in (2, 8))
     assert few["Job", "r-driver"] == many["Job", "r-driver"]
 
@@ -320,7 +320,7 @@ def test_pods_keep_to_the_restricted_standard(defaults):
             assert rights["readOnlyRootFilesystem"] is True
 
 
-def test_names_of_other_services_are_no_settings_of_ours(defaults):
+def test_service_links_are_disabled_in_all_pods(defaults):
     """A service named elastic would make variables ELASTIC_*."""
     assert all(pod["spec"]["enableServiceLinks"] is False for pod in defaults.pods())
 
@@ -328,7 +328,7 @@ def test_names_of_other_services_are_no_settings_of_ours(defaults):
 # ---- what is run -----------------------------------------------------------------------------------------------------
 
 
-def test_the_driver_and_the_agents_are_started_so(defaults):
+def test_default_arguments_of_driver_and_agents_are_rendered(defaults):
     driver, agent = defaults.arguments()
     assert " ".join(driver) == (
         "--kubernetes --job r --min-np 1 --secret-file /run/hvd-elastic/secret/job.secret --driver-port 4711"
@@ -341,7 +341,7 @@ def test_the_driver_and_the_agents_are_started_so(defaults):
 
 
 @pytest.mark.parametrize("which", HANDFUL)
-def test_elasticrun_knows_every_flag(handful, which):
+def test_rendered_flags_are_accepted_by_elasticrun(handful, which):
     driver, agent = handful[which].arguments()
     options = parse(driver)
     assert options.kubernetes and options.job_name == "r"
@@ -351,7 +351,7 @@ def test_elasticrun_knows_every_flag(handful, which):
     assert {field.name for field in dataclasses.fields(agents)} >= vars(agents).keys(), "unknown"
 
 
-def test_agents_find_the_driver_in_etcd_if_the_journal_is_there(helm):
+def test_agents_find_the_driver_in_etcd_when_the_journal_is_in_etcd(helm):
     driver, agent = (" ".join(each) for each in helm.render(ETCD).arguments())
     members = "--etcd etcd-0:2379,etcd-1:2380 --etcd-user me --etcd-ca /run/hvd-elastic/etcd/ca.crt"
     assert members in driver and members in agent
@@ -373,7 +373,7 @@ def test_both_ends_use_tls_or_neither(helm, tls):
                 assert flags[flags.index(f"--tls-{flag}") + 1] == f"/run/hvd-elastic/tls/{file}"
 
 
-def test_slots_are_what_the_driver_takes_them_for(helm):
+def test_slots_are_derived_from_gpus_and_passed_to_the_driver_when_different(helm):
     """It counts the GPUs of a pod itself, or accepts a number."""
     for values, slots, told in (
         ({}, "1", False),
@@ -390,7 +390,7 @@ def test_slots_are_what_the_driver_takes_them_for(helm):
             assert driver[driver.index("--slots-per-host") + 1] == slots
 
 
-def test_what_is_given_reaches_the_pods(handful):
+def test_values_of_the_user_are_set_in_the_pods(handful):
     everything = handful["everything"]
     driver, worker = everything.containers()
     assert worker["image"] == driver["image"] == "hvd-elastic:7@sha256:" + "a" * 64
@@ -422,7 +422,7 @@ def test_kueue_admits_each_worker_pod_and_not_the_stateful_set(handful):
     assert queue not in plain.text
 
 
-def test_a_pod_on_the_nodes_network_has_the_node_for_itself(helm):
+def test_pod_on_the_host_network_has_its_node_exclusively(helm):
     mine: Json = {"preferredDuringSchedulingIgnoredDuringExecution": []}
     _, worker = helm.render(
         HOST_NETWORK, {"worker": {"affinity": {"podAntiAffinity": mine}}}
@@ -434,7 +434,7 @@ def test_a_pod_on_the_nodes_network_has_the_node_for_itself(helm):
     assert term["labelSelector"]["matchLabels"].items() <= worker["metadata"]["labels"].items()
 
 
-def test_an_eviction_leaves_what_the_job_needs(helm):
+def test_disruption_budget_keeps_the_minimum_number_of_workers(helm):
     values = {"job": {"minWorkers": 17}, "worker": {"number": 4, "gpus": 8}}
     budget = helm.render(values, BUDGET)["PodDisruptionBudget", "r-worker"]
     assert budget["spec"]["minAvailable"] == 3
@@ -443,7 +443,7 @@ def test_an_eviction_leaves_what_the_job_needs(helm):
 # ---- rights and secrets ----------------------------------------------------------------------------------------------
 
 
-def test_the_driver_has_no_more_rights_than_it_needs(helm, defaults):
+def test_driver_has_only_the_required_permissions(helm, defaults):
     rights = [(rule["resources"], rule["verbs"]) for rule in defaults["Role", "r-driver"]["rules"]]
     assert rights == [(["pods"], ["list", "watch", "delete"])]
     least = {"driver": {"removeStuckPods": False}, "rbac": {"nodes": False}}
@@ -455,7 +455,7 @@ def test_the_driver_has_no_more_rights_than_it_needs(helm, defaults):
     assert driver and not worker
 
 
-def test_the_secret_is_made_if_none_is_given(helm, defaults):
+def test_secret_is_generated_unless_an_existing_one_is_given(helm, defaults):
     data = defaults["Secret", "r-job"]["data"]["job.secret"]
     assert re.fullmatch(rb"[0-9a-f]{64}", base64.b64decode(data))
     assert helm.render()["Secret", "r-job"]["data"]["job.secret"] != data
@@ -476,7 +476,7 @@ def test_no_secret_is_part_of_a_pod(helm):
         assert base64.b64decode(data).decode() not in pods
 
 
-def test_with_restricted_egress_only_the_driver_reaches_the_api_server(helm):
+def test_restricted_egress_lets_only_the_driver_reach_the_api_server(helm):
     rendered = helm.render(POLICY, ETCD)
     ports = {
         name: {port["port"] for rule in policy["spec"]["egress"] for port in rule.get("ports", [])}
@@ -601,7 +601,7 @@ def test_invalid_values_are_refused_in_one_sentence(helm, which):
 
 
 @pytest.mark.parametrize("name", ["a" * 46, "a.b", "7a"])
-def test_a_release_whose_objects_could_not_be_named_is_refused(helm, name):
+def test_release_name_that_is_too_long_is_refused(helm, name):
     with pytest.raises(Refused, match=wording.GIVE_RELEASE_SHORTER):
         helm.render(release=name)
     helm.render(release="a" * 45)
@@ -611,7 +611,7 @@ def test_a_release_whose_objects_could_not_be_named_is_refused(helm, name):
 
 
 @pytest.mark.parametrize("name", ["true", "null", "on", "e5"])
-def test_names_that_yaml_takes_for_something_else_stay_names(helm, name):
+def test_names_that_look_like_yaml_numbers_or_booleans_are_quoted(helm, name):
     odd: Json = {
         "job": {"existingSecret": "1e5", "workingDir": "0x10"},
         "worker": {"shm": "1073741824", "priorityClassName": "yes", "serviceAccountName": "null"},
@@ -645,7 +645,7 @@ def test_quantities_are_texts(helm):
 
 
 @pytest.mark.parametrize("key", OLD)
-def test_a_value_of_horovods_chart_is_refused_with_what_to_use_instead(helm, key):
+def test_value_of_horovods_chart_is_refused_with_its_replacement(helm, key):
     values, told = OLD[key]
     with pytest.raises(Refused) as refused:
         helm.render(values)
@@ -653,7 +653,7 @@ def test_a_value_of_horovods_chart_is_refused_with_what_to_use_instead(helm, key
     assert told in str(refused.value)
 
 
-def test_the_other_values_of_horovods_chart_work(helm):
+def test_further_values_of_horovods_chart_are_accepted(helm):
     rendered = helm.render(
         {
             "worker": {"number": 5, "podManagementPolicy": "OrderedReady"},
@@ -734,7 +734,7 @@ def test_every_value_has_a_comment():
     assert not uncommented(values, schema)
 
 
-def test_the_schema_knows_the_same_values_as_the_chart():
+def test_schema_contains_the_values_of_the_chart():
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     old = {"$ref": "#/$defs/old"}
@@ -758,7 +758,7 @@ def test_the_schema_knows_the_same_values_as_the_chart():
     assert refused == OLD.keys() == set(re.findall(r"^([\w.]+): ", sentences, re.MULTILINE))
 
 
-def test_the_chart_is_of_the_version_of_the_package():
+def test_chart_has_the_version_of_the_package():
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     [version] = re.findall(
         r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
@@ -790,7 +790,7 @@ def rendered_base(helm: Helm) -> dict[str, str]:
     return files
 
 
-def test_the_base_of_kustomize_is_what_helm_renders(helm, rewrite):
+def test_kustomize_base_equals_the_output_of_helm(helm, rewrite):
     rendered = rendered_base(helm)
     if rewrite:
         for name, text in rendered.items():
@@ -802,7 +802,7 @@ def test_the_base_of_kustomize_is_what_helm_renders(helm, rewrite):
         assert Objects(there[name]).all == Objects(text).all, f"{name}: run with --rewrite"
 
 
-def test_an_overlay_of_the_base_moves_it_to_its_namespace(kubectl, tmp_path: Path):
+def test_overlay_of_the_kustomize_base_sets_its_namespace(kubectl, tmp_path: Path):
     base = tmp_path / "base"
     base.symlink_to(BASE)
     text = (BASE / "kustomization.yaml").read_text()

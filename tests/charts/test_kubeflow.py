@@ -72,7 +72,7 @@ def test_manifests_have_only_documented_fields(runtime, trainjob):
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])  # Trainer needs a recent version
-def test_the_api_takes_every_job(runtime, trainjob, version):
+def test_rendered_jobs_are_valid_for_the_api(runtime, trainjob, version):
     pytest.importorskip("kubernetes_validate")
     made = applied(runtime, trainjob)
     jobs = [
@@ -97,7 +97,7 @@ def test_trainjob_gives_the_worker_pods_image_program_and_number(runtime, trainj
     assert trainjob["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
 
 
-def test_elasticrun_knows_every_flag_of_the_runtime(runtime):
+def test_flags_of_the_runtime_are_accepted_by_elasticrun(runtime):
     [driver], [agent] = (pod(runtime, name)["containers"] for name in ("driver", "node"))
     options = parse(driver["args"])
     assert options.kubernetes and options.program_from_pods and options.command == []
@@ -111,7 +111,7 @@ def test_elasticrun_knows_every_flag_of_the_runtime(runtime):
     assert found.drivers == ["$(JOB_NAME)-driver-0-0.$(JOB_NAME):4711"] and program == []
 
 
-def test_lost_pod_is_replaced_and_nothing_else_restarts(runtime):
+def test_lost_pod_is_replaced_without_restarting_other_pods(runtime):
     spec = runtime["spec"]["template"]["spec"]
     assert spec["failurePolicy"] == {"maxRestarts": 0}
     assert spec["successPolicy"]["targetReplicatedJobs"] == ["driver"]
@@ -123,7 +123,7 @@ def test_lost_pod_is_replaced_and_nothing_else_restarts(runtime):
     assert "journal" in {each["name"] for each in driver["volumeMounts"]}
 
 
-def test_pods_are_as_restricted_as_those_of_the_chart(runtime, helm: Helm):
+def test_pods_are_as_restricted_as_pods_of_the_chart(runtime, helm: Helm):
     chart = helm.render().pods()
     for name, template in zip(("driver", "node"), chart, strict=True):
         ours, theirs = pod(runtime, name), template["spec"]

@@ -33,7 +33,9 @@ def test_a_pod_that_is_killed_without_notice_is_replaced(
     assert [each["restartCount"] for each in pod["status"]["containerStatuses"]] == [1]
 
 
-def test_driver_and_a_worker_killed_at_once(release: Release, nodes: list[Node]) -> None:
+def test_driver_and_worker_killed_together_are_replaced(
+    release: Release, nodes: list[Node]
+) -> None:
     release.install(3)
     release.until(3)
     begun = release.last().step
@@ -49,7 +51,7 @@ def test_driver_and_a_worker_killed_at_once(release: Release, nodes: list[Node])
     assert len(release.steps()) == 4, "two of the three lived on"
 
 
-def test_the_store_of_the_cluster_is_frozen_for_a_minute(
+def test_training_continues_when_etcd_of_the_cluster_is_frozen_for_a_minute(
     release: Release, nodes: list[Node]
 ) -> None:
     release.install(2)
@@ -66,7 +68,7 @@ def test_the_store_of_the_cluster_is_frozen_for_a_minute(
     assert wording.RECOVERED not in release.said()
 
 
-def test_a_right_that_is_taken_away_is_named_and_used_again_when_it_is_back(
+def test_revoked_permission_is_logged_and_used_again_when_granted(
     release: Release, nodes: list[Node]
 ) -> None:
     release.install(2)
@@ -87,7 +89,7 @@ def test_a_right_that_is_taken_away_is_named_and_used_again_when_it_is_back(
     release.nothing_repeated()
 
 
-def test_an_expired_token_is_logged_and_the_next_one_is_used(
+def test_expired_token_is_logged_and_the_renewed_one_is_used(
     release: Release, nodes: list[Node]
 ) -> None:
     release.install(2)
@@ -111,7 +113,7 @@ def mounted_token(release: Release) -> Path:
     return file
 
 
-def test_pods_of_another_namespace_with_the_same_labels_are_left_alone(
+def test_pods_of_another_namespace_with_the_same_labels_are_ignored(
     release: Release, nodes: list[Node]
 ) -> None:
     release.install(2)

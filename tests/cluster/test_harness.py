@@ -104,7 +104,7 @@ def test_a_job_completes_and_its_exit_codes_are_reported(namespace: Namespace, n
     assert container["state"]["terminated"]["message"] == "gone\n"
 
 
-def test_a_container_is_started_again_after_it_fails(namespace: Namespace, node: Node) -> None:
+def test_failed_container_is_restarted(namespace: Namespace, node: Node) -> None:
     namespace.create(pod("p", ["false"], spec={"restartPolicy": "OnFailure"}))
 
     def twice(found: Object | None) -> bool:
@@ -140,7 +140,7 @@ def test_variables_are_expanded_and_fields_are_set(
     assert control_plane.log(namespace, "p") == f"{both} x {both} map {node.name}\n"
 
 
-def test_volumes_are_where_the_pod_mounts_them_and_nowhere_else(
+def test_volumes_exist_only_in_the_pod_that_mounts_them(
     control_plane: ControlPlane, namespace: Namespace, node: Node
 ) -> None:
     text = (
@@ -175,7 +175,7 @@ def test_volumes_are_where_the_pod_mounts_them_and_nowhere_else(
     assert not any(Path(f"/{name}-of-a-test").exists() for name in mounts)
 
 
-def test_a_pod_reaches_the_api_with_its_own_token_unless_it_wants_none(
+def test_pod_reaches_the_api_with_its_own_token_unless_disabled(
     control_plane: ControlPlane, namespace: Namespace, node: Node
 ) -> None:
     text = """
@@ -260,7 +260,7 @@ def test_a_pod_is_ready_when_its_probe_succeeds(
     namespace.wait("Pod", "p", lambda each: each and not ready(each))
 
 
-def test_an_evicted_pod_gets_sigterm_and_its_grace(
+def test_evicted_pod_gets_sigterm_and_its_grace_period(
     control_plane: ControlPlane, namespace: Namespace, node: Node
 ) -> None:
     text = """
@@ -299,7 +299,7 @@ def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace_period(
     assert node.pids() == []
 
 
-def test_a_pod_that_is_deleted_by_force_dies(namespace: Namespace, node: Node) -> None:
+def test_forced_deletion_kills_all_processes_of_a_pod(namespace: Namespace, node: Node) -> None:
     namespace.create(pod("p", ["sh", "-c", "sleep 1000 & sleep 1000; true"]))
     namespace.wait_pod("p")
     node.wait_pids(3)
@@ -307,7 +307,7 @@ def test_a_pod_that_is_deleted_by_force_dies(namespace: Namespace, node: Node) -
     node.wait_pids(0)
 
 
-def test_under_a_heartless_kubelet_it_lives_on(
+def test_pod_survives_a_forced_deletion_on_a_kubelet_that_does_not_kill(
     namespace: Namespace, add_node: Callable[..., Node]
 ) -> None:
     node = add_node(heartless=True)
@@ -325,7 +325,7 @@ def test_under_a_heartless_kubelet_it_lives_on(
     assert node.pids() == []
 
 
-def test_a_pod_of_a_frozen_node_is_stuck_until_it_is_deleted_by_force(
+def test_pod_of_a_frozen_node_is_stuck_until_deleted_by_force(
     namespace: Namespace, add_node: Callable[..., Node]
 ) -> None:
     lost = add_node()

@@ -21,7 +21,7 @@ MADE = ("Pod", "StatefulSet", "Job", "Service", "ServiceAccount", "Secret", "Rol
 OWN = "app.kubernetes.io/instance=job"
 
 
-def test_an_upgrade_and_a_rollback_change_the_number_of_workers_while_it_trains(
+def test_upgrade_and_rollback_change_the_number_of_workers_during_training(
     release: Release, nodes: list[Node]
 ) -> None:
     release.install(2)
@@ -67,7 +67,7 @@ def test_an_upgrade_resets_the_scale_and_refuses_impossible_changes(
     release.nothing_repeated()
 
 
-def test_uninstall_leaves_nothing_of_it(release: Release, nodes: list[Node]) -> None:
+def test_uninstall_removes_all_objects_and_processes(release: Release, nodes: list[Node]) -> None:
     release.install(2, tls={"kind": "chart"}, disruptionBudget={"enabled": True})
     release.until(2)
     name = release.namespace.name
@@ -84,7 +84,7 @@ def test_uninstall_leaves_nothing_of_it(release: Release, nodes: list[Node]) -> 
         node.wait_pids(0)
 
 
-def test_a_release_of_another_chart_is_not_ours_to_scale_or_remove(
+def test_release_of_a_different_chart_is_neither_scaled_nor_removed(
     release: Release, nodes: list[Node], tmp_path: Path
 ) -> None:
     """Although its StatefulSet has the name that ours would have."""
@@ -121,7 +121,7 @@ def test_a_job_is_not_scaled_below_its_minimum(release: Release, nodes: list[Nod
     assert release.namespace.get("StatefulSet", "job-worker")["spec"]["replicas"] == 2
 
 
-def test_the_second_of_two_concurrent_jobs_with_one_name_is_refused(
+def test_second_of_two_concurrent_jobs_with_one_name_is_refused(
     release: Release, nodes: list[Node]
 ) -> None:
     """The conflict is found by the chart or by helm: the other job is not changed either way."""
@@ -138,9 +138,7 @@ def test_the_second_of_two_concurrent_jobs_with_one_name_is_refused(
 
 
 @pytest.mark.timeout(600)
-def test_this_api_server_takes_every_combination(
-    control_plane: ControlPlane, tmp_path: Path
-) -> None:
+def test_api_server_accepts_every_combination(control_plane: ControlPlane, tmp_path: Path) -> None:
     """As helm 4 gives them to it, each once that is in several combinations, secrets alike but for their drawn bytes.
     Without those objects whose kinds others bring; nothing is kept of them.
     """

@@ -38,7 +38,7 @@ def worker_pods(release: Release) -> list[str]:
     )
 
 
-def test_lost_pod_of_a_jobset_is_replaced_and_the_others_continue(
+def test_lost_pod_of_a_jobset_is_replaced_and_the_other_pods_continue(
     release: Release, nodes: list[Node]
 ) -> None:
     install(release, 2)

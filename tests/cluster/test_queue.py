@@ -66,7 +66,7 @@ def run(release: Release) -> str:
     return refusal
 
 
-def test_queue_without_kueue_is_refused_before_anything_is_installed(release: Release) -> None:
+def test_queue_without_kueue_is_refused_before_installation(release: Release) -> None:
     assert "kueue.x-k8s.io" in run(release)
 
 

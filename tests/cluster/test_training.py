@@ -19,7 +19,7 @@ pytestmark = pytest.mark.kubernetes
 
 
 @pytest.mark.nightly  # one that `elasticrun k8s` runs is scaled in every run
-def test_it_grows_and_shrinks_by_kubectl_scale_and_completes(
+def test_release_grows_and_shrinks_by_kubectl_scale_and_completes(
     release: Release, nodes: list[Node]
 ) -> None:
     release.install(2)
@@ -34,7 +34,7 @@ def test_it_grows_and_shrinks_by_kubectl_scale_and_completes(
 
 
 @pytest.mark.nightly
-def test_a_pod_that_is_deleted_or_evicted_leaves_at_a_commit_and_another_takes_its_place(
+def test_deleted_or_evicted_pod_leaves_at_a_commit_and_is_replaced(
     release: Release, nodes: list[Node]
 ) -> None:
     release.install(2)
@@ -51,7 +51,7 @@ def test_a_pod_that_is_deleted_or_evicted_leaves_at_a_commit_and_another_takes_i
 
 
 @pytest.mark.nightly
-def test_a_driver_that_is_deleted_or_killed_is_followed_by_another_and_no_step_fails(
+def test_deleted_or_killed_driver_is_replaced_without_repeated_steps(
     release: Release, nodes: list[Node]
 ) -> None:
     release.install(2)
@@ -81,7 +81,7 @@ def test_training_continues_without_the_api_server(release: Release, nodes: list
 
 
 @pytest.mark.nightly
-def test_a_tainted_and_a_drained_node_lose_their_workers_at_a_commit_and_a_cordoned_one_keeps_them(
+def test_workers_leave_tainted_and_drained_nodes_at_a_commit_and_stay_on_a_cordoned_one(
     release: Release, add_node: Callable[..., Node]
 ) -> None:
     add_node(environment=IMAGE, labels={"for": "driver"})
@@ -113,7 +113,7 @@ def test_a_tainted_and_a_drained_node_lose_their_workers_at_a_commit_and_a_cordo
 
 @pytest.mark.nightly
 @pytest.mark.timeout(240)
-def test_workers_leave_a_node_with_a_failed_gpu_until_it_is_repaired(
+def test_workers_leave_a_node_with_a_failed_gpu_until_repaired(
     release: Release, add_node: Callable[..., Node]
 ) -> None:
     add_node(environment=IMAGE, labels={"for": "driver"})
@@ -135,7 +135,7 @@ def test_workers_leave_a_node_with_a_failed_gpu_until_it_is_repaired(
 
 
 @pytest.mark.nightly
-def test_a_pod_of_a_lost_node_is_replaced_and_its_remaining_processes_do_no_harm(
+def test_pod_of_a_lost_node_is_replaced_and_its_remaining_processes_have_no_effect(
     release: Release, add_node: Callable[..., Node]
 ) -> None:
     add_node(environment=IMAGE, labels={"for": "driver"})
@@ -166,7 +166,7 @@ def test_a_pod_of_a_lost_node_is_replaced_and_its_remaining_processes_do_no_harm
 
 
 @pytest.mark.nightly
-def test_without_rights_it_finds_its_workers_by_their_service(
+def test_workers_are_found_by_their_service_without_permissions(
     release: Release, nodes: list[Node]
 ) -> None:
     release.install(2, rbac={"create": False})
@@ -176,7 +176,7 @@ def test_without_rights_it_finds_its_workers_by_their_service(
 
 
 @pytest.mark.timeout(240)
-def test_elasticrun_k8s_run_shows_the_job_and_removes_it_at_its_end(
+def test_elasticrun_k8s_run_shows_the_job_and_removes_the_release_when_done(
     release: Release, nodes: list[Node]
 ) -> None:
     running = release.k8s_run("python", str(SCRIPT), "/steps")
@@ -206,7 +206,7 @@ def test_status_shows_warnings_of_kubernetes(release: Release, nodes: list[Node]
 
 
 @pytest.mark.nightly
-def test_ctrl_c_removes_it_and_a_program_that_fails_gives_its_exit_code(
+def test_ctrl_c_removes_the_release_and_a_failed_program_fails_the_job(
     release: Release, nodes: list[Node]
 ) -> None:
     running = release.k8s_run("python", str(SCRIPT), "/steps")

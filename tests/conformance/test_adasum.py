@@ -8,7 +8,7 @@ from harness.adasum import adasum_of
 
 
 @everywhere(2, 4)
-def test_equal_and_orthogonal_vectors(rank, size):
+def test_adasum_of_equal_and_orthogonal_vectors(rank, size):
     same = torch.tensor([3.0, -4.0, 0.5])
     assert torch.allclose(hvd.allreduce(same, op=hvd.Adasum), same)
     unit = torch.zeros(size)
@@ -19,7 +19,7 @@ def test_equal_and_orthogonal_vectors(rank, size):
 
 
 @everywhere(2, 4)
-def test_it_is_the_formula_for_any_length_and_dtype(rank, size):
+def test_adasum_matches_its_formula_for_any_length_and_dtype(rank, size):
     for length in (1, 2, 3, 7, 64, 1001):
         every = [
             torch.randn(length, generator=torch.Generator().manual_seed(10 * length + r))
@@ -43,7 +43,7 @@ def test_it_is_the_formula_for_any_length_and_dtype(rank, size):
 
 
 @everywhere(2, 4)
-def test_each_tensor_has_its_own_dot_products(rank, size):
+def test_adasum_of_fused_and_grouped_tensors_equals_separate_ones(rank, size):
     """Fused or in a group, the result is the same as alone."""
     generator = torch.Generator().manual_seed(rank)
     tensors = [torch.randn(n + 1, generator=generator) for n in range(6)]
@@ -65,7 +65,7 @@ def test_three_ranks_can_not_be_paired(rank, size):
 
 
 @everywhere(2, 4)
-def test_the_optimizer_adds_up_what_each_rank_would_have_done(rank, size):
+def test_adasum_optimizer_combines_the_local_steps_of_all_ranks(rank, size):
     """Every rank makes its own step; the differences are combined. Equal gradients: as one rank alone."""
     weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.5), op=hvd.Adasum)

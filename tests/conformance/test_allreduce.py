@@ -100,7 +100,7 @@ def test_scales_are_applied_before_and_after_the_sum(rank, size):
 
 
 @everywhere(3)
-def test_a_scaled_half_is_rounded_as_horovod_does_and_added_no_worse(rank, size):
+def test_scaled_half_is_rounded_as_in_horovod_and_summed_no_less_accurately(rank, size):
     """Scaled in float32 and rounded, once; then added. With equal tensors that is Horovod's sum, bit for bit."""
     torch.manual_seed(0)
     drawn = [torch.randn(4096).mul(30).half() for _ in range(size)]
@@ -150,7 +150,7 @@ def test_parameters_can_be_reduced_in_place(rank, size):
 
 
 @everywhere()
-def test_many_small_tensors_give_the_bits_that_each_alone_gives(rank, size):
+def test_fused_tensors_have_the_same_bits_on_every_rank(rank, size):
     """1,024 at once, which are fused, in an order of submission that differs between the ranks."""
     generator = torch.Generator().manual_seed(rank)
     tensors = [torch.randn(1 + n % 37, generator=generator) for n in range(1024)]
@@ -170,7 +170,7 @@ def test_many_small_tensors_give_the_bits_that_each_alone_gives(rank, size):
 
 
 @everywhere(2)
-def test_more_than_the_fusion_buffer_holds(rank, size):
+def test_tensors_larger_than_the_fusion_buffer_are_reduced(rank, size):
     large = torch.ones(34 << 20)  # 136 MiB, the threshold is 128
     hvd.allreduce_(large, op=hvd.Sum, name="large")
     assert large[0] == size and large[-1] == size and large.sum() == size * len(large)
@@ -198,7 +198,7 @@ def test_average_is_the_default_and_the_old_argument_still_works(rank, size):
 
 
 @everywhere()
-def test_sparse_tensors(rank, size):
+def test_sparse_tensors_are_reduced_and_min_and_max_refused(rank, size):
     def sparse(r: int) -> torch.Tensor:
         rows = torch.tensor([[0, r, 4][: 1 + r % 3]])
         return torch.sparse_coo_tensor(rows, torch.ones(rows.shape[1], 2), (6, 2))
@@ -245,7 +245,7 @@ def test_the_gradient_is_reduced_as_the_tensor_was(rank, size):
 
 
 @everywhere()
-def test_gradients_of_a_group(rank, size):
+def test_gradients_of_a_grouped_allreduce_are_reduced(rank, size):
     first = torch.ones(2, requires_grad=True)
     second = torch.ones(3, 2, requires_grad=True)
     a, b = hvd.grouped_allreduce([first, second], op=hvd.Sum)
@@ -256,7 +256,7 @@ def test_gradients_of_a_group(rank, size):
 
 
 @everywhere()
-def test_gradients_through_compression(rank, size):
+def test_gradients_are_reduced_through_compression(rank, size):
     for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
         tensor = torch.ones(2, requires_grad=True)
         (hvd.allreduce(tensor, compression=compression) * (rank + 1)).sum().backward()

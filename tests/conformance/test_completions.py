@@ -49,7 +49,7 @@ class Several:
 
 
 @everywhere()
-def test_one_that_ends_late_holds_up_none_that_came_after_it(rank, size):
+def test_late_collective_does_not_delay_the_completion_of_later_ones(rank, size):
     """The first one of each rank waits for a collective that the other ranks start when the second one has ended."""
     several = Several(size)
     first, last = ("a", "x") if rank == 0 else ("x", "a")
@@ -61,7 +61,7 @@ def test_one_that_ends_late_holds_up_none_that_came_after_it(rank, size):
 
 
 @everywhere()
-def test_many_in_another_order_on_each_rank(rank, size):
+def test_many_collectives_in_different_orders_complete_on_all_ranks(rank, size):
     several = Several(size)
     for number in range(50):
         several.start(f"many {(number * 7 + 13 * rank) % 50}", 50)
@@ -71,7 +71,7 @@ def test_many_in_another_order_on_each_rank(rank, size):
 
 
 @everywhere(3)
-def test_each_call_gets_its_own_error(rank, size):
+def test_each_handle_gets_its_own_error(rank, size):
     several = Several(size)
     handle = submission.start_allreduce([torch.ones(rank + 1)], "differs", Op.SUM, soon=True)
     raised: list[BaseException] = []

@@ -74,21 +74,21 @@ def the_usual_things(rank: int, size: int) -> None:
 
 
 @everywhere()
-def test_with_another_default_device(rank, size):
+def test_collectives_work_with_a_different_default_device(rank, size):
     with default_device("meta"):
         the_usual_things(rank, size)
     works(size)
 
 
 @everywhere(2)
-def test_with_another_default_dtype(rank, size):
+def test_collectives_work_with_a_different_default_dtype(rank, size):
     with default_dtype(torch.float64):
         the_usual_things(rank, size)
     works(size)
 
 
 @everywhere(2)
-def test_a_device_without_collectives_is_refused_before_anything_is_sent(rank, size):
+def test_device_without_collectives_is_refused_before_any_message_is_sent(rank, size):
     for call in (
         lambda: hvd.allreduce(torch.ones(2, device="meta")),
         lambda: hvd.broadcast_(torch.ones(2, device="meta"), 0, name="meta"),

@@ -22,7 +22,7 @@ def all_raise(size: int, call: Callable[[], Any], *texts: str) -> None:
 
 
 @everywhere()
-def test_shapes(rank, size):
+def test_different_shapes_raise_an_error_on_all_ranks(rank, size):
     odd = rank == size - 1
     shape = (3, 19) if odd else (3, 17)
     for told, call in {
@@ -45,14 +45,14 @@ def test_shapes(rank, size):
 
 
 @everywhere()
-def test_dimensions(rank, size):
+def test_different_dimensions_raise_an_error_on_all_ranks(rank, size):
     shape = (4,) if rank else (4, 1)
     all_raise(size, lambda: hvd.allreduce(torch.ones(shape), name="dimensions"))
     all_raise(size, lambda: hvd.allgather(torch.ones(shape), name="dimensions"))
 
 
 @everywhere()
-def test_dtypes(rank, size):
+def test_different_dtypes_raise_an_error_on_all_ranks(rank, size):
     dtype = torch.float64 if rank == 1 else torch.float32
     for call in (
         lambda: hvd.allreduce(torch.ones(2, dtype=dtype), name="dtype"),
@@ -65,7 +65,7 @@ def test_dtypes(rank, size):
 
 
 @everywhere()
-def test_ops(rank, size):
+def test_different_ops_raise_an_error_on_all_ranks(rank, size):
     op = hvd.Max if rank == 1 else hvd.Sum
     all_raise(size, lambda: hvd.allreduce(torch.ones(2), op=op, name="op"))
     op = hvd.Average if rank == 1 else hvd.Sum
@@ -74,14 +74,14 @@ def test_ops(rank, size):
 
 
 @everywhere()
-def test_roots(rank, size):
+def test_different_roots_raise_an_error_on_all_ranks(rank, size):
     root = 1 if rank == 1 else 0
     all_raise(size, lambda: hvd.broadcast(torch.ones(2), root, name="root"), "root")
     all_raise(size, lambda: hvd.broadcast_(torch.ones(2), root, name="root"), "root")
 
 
 @everywhere()
-def test_scales(rank, size):
+def test_different_scales_raise_an_error_on_all_ranks(rank, size):
     factor = 2.0 if rank == 1 else 1.0
     all_raise(
         size, lambda: hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=factor, name="pre")
@@ -92,7 +92,7 @@ def test_scales(rank, size):
 
 
 @everywhere()
-def test_a_mismatch_that_was_cached_as_a_match(rank, size):
+def test_mismatch_of_a_cached_name_is_found(rank, size):
     """Ten steps are right, then one rank changes its tensor, then all are right again."""
     for turn in range(10):
         assert (hvd.allreduce(torch.ones(4), op=hvd.Sum, name="step") == size).all(), turn
@@ -103,7 +103,7 @@ def test_a_mismatch_that_was_cached_as_a_match(rank, size):
 
 
 @everywhere()
-def test_other_collectives_in_flight_continue(rank, size):
+def test_collectives_in_flight_continue_after_a_mismatch(rank, size):
     before = hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name="before")
     wrong = hvd.allreduce_async(torch.ones(2 + rank), op=hvd.Sum, name="wrong")
     after = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="after")
@@ -114,7 +114,7 @@ def test_other_collectives_in_flight_continue(rank, size):
 
 
 @everywhere()
-def test_a_mismatch_leaves_tensors_in_place_as_they_were(rank, size):
+def test_mismatch_leaves_in_place_tensors_unchanged(rank, size):
     tensor = torch.full((2 + rank,), float(rank))
     with raises(hvd.HorovodInternalError):
         hvd.allreduce_(tensor, name="kept")
@@ -134,7 +134,7 @@ def test_a_mismatch_is_not_recovered_by_elastic_run(rank, size):
 
 
 @everywhere()
-def test_arguments_are_checked_before_anything_is_sent(rank, size):
+def test_invalid_arguments_on_one_rank_raise_before_any_message_is_sent(rank, size):
     """Only one rank is wrong, and it alone raises: the others are not affected."""
     if rank == 0:
         with raises(TypeError):
@@ -152,7 +152,7 @@ def test_arguments_are_checked_before_anything_is_sent(rank, size):
 
 
 @everywhere()
-def test_unknown_handles(rank, size):
+def test_unknown_handle_is_none_for_synchronize_and_an_error_for_poll(rank, size):
     handle = hvd.allreduce_async(torch.ones(1), op=hvd.Sum)
     assert hvd.synchronize(handle).item() == size
     assert hvd.synchronize(handle) is None, "the second time there is nothing left to take"
@@ -163,7 +163,7 @@ def test_unknown_handles(rank, size):
 
 
 @everywhere(3)
-def test_what_a_collective_cannot_do_has_horovods_type_too(rank, size):
+def test_unsupported_operations_raise_horovods_exception_types(rank, size):
     """Scripts catch HorovodInternalError where Horovod raises it; ours are ValueErrors as well, and nothing is sent."""
     for op in (hvd.Adasum, hvd.Min, hvd.Max, hvd.Product):
         for call in (hvd.reducescatter, hvd.reducescatter_async):

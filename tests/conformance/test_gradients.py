@@ -51,5 +51,5 @@ def check(rank: int, size: int, dtype: torch.dtype) -> None:
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64], ids=str
 )
 @pytest.mark.parametrize("world", [2, 3], indirect=True, ids="{}-ranks".format)
-def test_gradients_are_horovods(world: World, dtype: torch.dtype) -> None:
+def test_gradients_equal_horovods_gradients(world: World, dtype: torch.dtype) -> None:
     world.run(check, dtype)

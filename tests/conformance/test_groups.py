@@ -20,7 +20,7 @@ def mixed(rank: int) -> list[torch.Tensor]:
 
 
 @everywhere()
-def test_a_group_of_mixed_dtypes_and_shapes(rank, size):
+def test_grouped_allreduce_accepts_mixed_dtypes_and_shapes(rank, size):
     total = sum(range(size))
     tensors = mixed(rank)
     for results in (
@@ -43,7 +43,7 @@ def test_a_group_of_mixed_dtypes_and_shapes(rank, size):
 
 
 @everywhere()
-def test_scales_and_compression_hold_for_each_of_a_group(rank, size):
+def test_scales_and_compression_apply_to_each_tensor_of_a_group(rank, size):
     tensors = [torch.full((2,), float(n)) for n in range(3)]
     results = hvd.grouped_allreduce(tensors, op=hvd.Sum, prescale_factor=0.5, postscale_factor=2.0)
     assert [r[0].item() for r in results] == [n * size for n in range(3)]
@@ -53,7 +53,7 @@ def test_scales_and_compression_hold_for_each_of_a_group(rank, size):
 
 
 @everywhere()
-def test_several_groups_at_once_in_any_order(rank, size):
+def test_several_groups_match_in_any_order_of_submission(rank, size):
     """Even ranks submit them forwards, odd ones backwards."""
     numbers = list(range(5)) if rank % 2 == 0 else list(reversed(range(5)))
     handles = {}
@@ -67,7 +67,7 @@ def test_several_groups_at_once_in_any_order(rank, size):
 
 
 @everywhere()
-def test_a_group_and_a_single_tensor_of_one_name_do_not_match(rank, size):
+def test_grouped_and_single_collectives_of_one_name_are_independent(rank, size):
     group = hvd.grouped_allreduce_async([torch.ones(1), torch.ones(2)], op=hvd.Sum, name="same")
     gathered = hvd.allgather_async(torch.ones(1), name="same")
     assert [r.tolist() for r in hvd.synchronize(group)] == [[size], [size, size]]
@@ -75,7 +75,7 @@ def test_a_group_and_a_single_tensor_of_one_name_do_not_match(rank, size):
 
 
 @everywhere()
-def test_a_group_that_one_rank_makes_smaller_fails_as_a_whole(rank, size):
+def test_group_of_fewer_tensors_on_one_rank_fails_as_a_whole(rank, size):
     """None of its tensors is reduced in place: every rank gets an error, and all tensors are unchanged."""
     count = 2 if rank == 0 else 3
     tensors = [torch.full((2,), float(rank)) for _ in range(count)]
@@ -86,7 +86,7 @@ def test_a_group_that_one_rank_makes_smaller_fails_as_a_whole(rank, size):
 
 
 @everywhere()
-def test_a_group_in_which_one_tensor_does_not_fit_fails_as_a_whole(rank, size):
+def test_group_with_one_mismatched_tensor_fails_as_a_whole(rank, size):
     tensors = [torch.full((2,), float(rank)), torch.full((3 + (rank == 1),), float(rank))]
     with raises(hvd.HorovodInternalError, "rank"):
         hvd.grouped_allreduce_(tensors, op=hvd.Sum, name="one differs")

@@ -28,7 +28,7 @@ def test_a_rank_that_joined_contributes_zeros(rank, size):
 
 
 @everywhere()
-def test_an_average_is_divided_to_the_last_bit_where_a_rank_has_joined(rank, size):
+def test_average_after_a_join_is_divided_exactly(rank, size):
     """As in Horovod's own test of join: multiplication by 1/3 is off by a bit for one in three of these."""
     for dtype in (torch.float32, torch.float64):
         numbers = torch.arange(-100, 100, dtype=dtype)
@@ -42,7 +42,7 @@ def test_an_average_is_divided_to_the_last_bit_where_a_rank_has_joined(rank, siz
 
 
 @everywhere()
-def test_gradients_are_divided_to_the_last_bit_where_a_rank_has_joined(rank, size):
+def test_gradients_after_a_join_are_divided_exactly(rank, size):
     model = torch.nn.Linear(200, 1, bias=False)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters()
@@ -72,7 +72,7 @@ def test_every_rank_can_be_the_last(rank, size):
 
 
 @everywhere()
-def test_joined_ranks_take_part_in_what_they_never_saw(rank, size):
+def test_joined_ranks_contribute_zeros_to_tensors_of_unknown_dtype_and_shape(rank, size):
     """Of any dtype and shape, grouped too, and without a name."""
     if rank == 0:
         for dtype in (torch.float64, torch.float16, torch.int32, torch.uint8):
@@ -87,14 +87,14 @@ def test_joined_ranks_take_part_in_what_they_never_saw(rank, size):
 
 
 @everywhere()
-def test_what_was_under_way_when_a_rank_joins_is_still_done(rank, size):
+def test_collectives_in_flight_complete_when_ranks_join(rank, size):
     handles = [hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name=f"w{n}") for n in range(20)]
     hvd.join()
     assert all((hvd.synchronize(h) == size).all() for h in handles)
 
 
 @everywhere()
-def test_the_others_can_not_gather_or_broadcast_once_one_has_joined(rank, size):
+def test_only_allreduce_works_after_a_rank_has_joined(rank, size):
     if rank == 0:
         assert hvd.join() == size - 1
     else:
@@ -115,7 +115,7 @@ def test_the_others_can_not_gather_or_broadcast_once_one_has_joined(rank, size):
 
 
 @everywhere()
-def test_a_mismatch_among_those_that_are_left(rank, size):
+def test_mismatch_among_ranks_that_have_not_joined_raises_an_error(rank, size):
     """With a single remaining rank there is nothing to differ from."""
     if rank == 0 or size == 2:
         hvd.join()
@@ -127,7 +127,7 @@ def test_a_mismatch_among_those_that_are_left(rank, size):
 
 
 @everywhere()
-def test_uneven_batches_in_training(rank, size):
+def test_training_with_uneven_batches_ends_with_equal_weights(rank, size):
     """The optimizer's gradients of ranks that are out of data are zeros too; all end with equal weights."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
@@ -150,7 +150,7 @@ def test_uneven_batches_in_training(rank, size):
 
 
 @everywhere()
-def test_a_barrier_holds_everyone_until_the_last_has_come(rank, size):
+def test_barrier_releases_no_rank_before_the_last_has_entered(rank, size):
     """By the machine's clock; each rank is late once."""
     for late in range(size):
         if rank == late:
@@ -199,7 +199,7 @@ def test_handles_can_be_synchronized_in_any_order(rank, size):
 
 
 @everywhere()
-def test_what_is_in_flight_may_be_changed_only_after_synchronize_but_may_be_dropped(rank, size):
+def test_dropped_tensors_of_in_flight_collectives_are_kept_until_synchronize(rank, size):
     """The caller releases its tensor: the collective keeps it."""
     handles = [
         hvd.allreduce_async_(torch.full((1000,), float(n)), op=hvd.Sum, name=f"dropped {n}")

@@ -19,7 +19,7 @@ CYCLES = Path(__file__).with_name("cycles.py")
 
 
 @everywhere()
-def test_queries(rank, size):
+def test_rank_size_and_build_queries_have_correct_types_and_values(rank, size):
     assert hvd.is_initialized()
     for query, wanted in (
         (hvd.rank, rank),
@@ -48,7 +48,7 @@ def test_queries(rank, size):
 
 
 @everywhere()
-def test_init_again_changes_nothing(rank, size):
+def test_repeated_init_has_no_effect(rank, size):
     hvd.init()
     hvd.init()
     assert (hvd.rank(), hvd.size()) == (rank, size)
@@ -87,7 +87,7 @@ def place() -> list[int]:
 
 
 @everywhere(3)
-def test_a_forked_child_knows_its_workers_place(rank, size):
+def test_forked_child_has_the_place_of_its_worker(rank, size):
     """Workers of a DataLoader shard a stream by it."""
     assert in_a_fork(place) == place()
     assert in_a_fork(lambda: (hvd.init(), place())[1]) == place()  # type: ignore[func-returns-value]
@@ -128,7 +128,7 @@ def before_and_after(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("world", SIZES, indirect=True, ids="{}-ranks".format)
-def test_nothing_works_before_init_and_after_shutdown(world: World) -> None:
+def test_api_raises_before_init_and_after_shutdown(world: World) -> None:
     world.run(lambda rank, size: works(size))
     world.run(before_and_after)
     form(world)
@@ -151,7 +151,7 @@ def abandoned(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("world", SIZES, indirect=True, ids="{}-ranks".format)
-def test_a_rank_that_shuts_down_fails_what_the_others_wait_for(world: World) -> None:
+def test_rank_that_shuts_down_fails_pending_collectives_of_its_peers(world: World) -> None:
     world.run(abandoned)
     form(world)
     world.run(lambda rank, size: works(size))
@@ -175,7 +175,7 @@ def test_work_that_is_outstanding_at_shutdown_fails(world: World) -> None:
 
 @pytest.mark.forked
 @pytest.mark.parametrize("workers", [3])
-def test_a_hundred_times_init_and_shutdown(job, workers):
+def test_hundred_init_and_shutdown_cycles_leak_no_resources(job, workers):
     """As horovodrun starts it: no descriptor, thread or memory is left behind."""
     running = job(f"-np {workers}", ["python", CYCLES])
     running.succeed()

@@ -81,7 +81,7 @@ def test_grouped_allgather_with_different_rows_for_each(rank, size):
 
 
 @everywhere()
-def test_a_tensor_without_dimensions_has_no_rows(rank, size):
+def test_scalar_tensors_are_refused_by_collectives_on_rows(rank, size):
     scalar = torch.tensor(1.0)
     errors = (ValueError, hvd.HorovodInternalError)
     with raises(errors, "dimension"):
@@ -112,7 +112,7 @@ def test_the_gradient_of_allgather_is_the_average_of_the_own_rows(rank, size):
 
 
 @everywhere()
-def test_broadcast_from_every_root(rank, size):
+def test_broadcast_sends_every_dtype_from_every_root(rank, size):
     for dtype in ANY:
         for root in range(size):
             own = torch.full((2, 2), rank).to(dtype)
@@ -130,7 +130,7 @@ def test_broadcast_from_every_root(rank, size):
 
 
 @everywhere()
-def test_broadcast_of_odd_shapes(rank, size):
+def test_broadcast_accepts_unusual_shapes(rank, size):
     for shape in ((), (0,), (1, 0, 2), (3, 1)):
         result = hvd.broadcast(torch.full(shape, float(rank)), 1)
         assert result.shape == shape and (result == 1).all(), shape
@@ -148,7 +148,7 @@ def test_the_gradient_of_broadcast_is_the_average_on_the_root_and_zero_elsewhere
 
 
 @everywhere()
-def test_a_root_that_is_not_there(rank, size):
+def test_broadcast_from_a_missing_root_is_refused(rank, size):
     for root in (size, -1):
         with raises((ValueError, hvd.HorovodInternalError), str(root)):
             hvd.broadcast(torch.ones(1), root)
@@ -159,7 +159,7 @@ def test_a_root_that_is_not_there(rank, size):
 
 
 @everywhere()
-def test_alltoall_deals_evenly_without_splits(rank, size):
+def test_alltoall_without_splits_divides_evenly(rank, size):
     for dtype in ANY:
         own = torch.arange(2 * size).reshape(-1, 1).to(dtype)
         result = hvd.alltoall(own)
@@ -171,7 +171,7 @@ def test_alltoall_deals_evenly_without_splits(rank, size):
 
 
 @everywhere()
-def test_alltoall_with_splits(rank, size):
+def test_alltoall_follows_splits(rank, size):
     """Rank s sends r + s rows to rank r."""
     splits = torch.tensor([r + rank for r in range(size)], dtype=torch.int32)
     rows = int(splits.sum())
@@ -189,7 +189,7 @@ def test_alltoall_with_splits(rank, size):
 
 
 @everywhere()
-def test_alltoall_in_which_some_send_or_receive_nothing(rank, size):
+def test_alltoall_with_empty_splits(rank, size):
     nothing = torch.zeros(size, dtype=torch.int32)
     output, received = hvd.alltoall(torch.ones(0, 2), nothing)
     assert output.shape == (0, 2) and received.tolist() == [0] * size
@@ -204,7 +204,7 @@ def test_alltoall_in_which_some_send_or_receive_nothing(rank, size):
 
 
 @everywhere()
-def test_what_alltoall_refuses(rank, size):
+def test_alltoall_refuses_invalid_splits(rank, size):
     even = torch.ones(2 * size, 2)
     too_many = torch.full((size,), 3, dtype=torch.int32)
     with raises(ValueError):
@@ -223,7 +223,7 @@ def test_what_alltoall_refuses(rank, size):
 
 
 @everywhere()
-def test_the_gradient_of_alltoall_is_sent_back_the_same_way(rank, size):
+def test_gradient_of_alltoall_is_sent_back_to_its_source(rank, size):
     got = gradient(lambda t: hvd.alltoall(t), size, rank + 1)
     assert got.tolist() == [float(r + 1) for r in range(size)]
     splits = torch.tensor([r + 1 for r in range(size)], dtype=torch.int32)
@@ -255,7 +255,7 @@ def test_reducescatter_gives_the_first_ranks_a_row_more(rank, size):
 
 
 @everywhere()
-def test_reducescatter_of_every_dtype(rank, size):
+def test_reducescatter_supports_every_dtype(rank, size):
     for dtype in INTEGERS + FLOATS:
         own = torch.full((size + 1, 2), rank + 1).to(dtype)
         result = hvd.reducescatter(own, op=hvd.Sum)
@@ -267,7 +267,7 @@ def test_reducescatter_of_every_dtype(rank, size):
 
 
 @everywhere()
-def test_reducescatter_scales_and_compresses(rank, size):
+def test_reducescatter_applies_scales_and_compression_and_refuses_other_ops(rank, size):
     own = torch.full((size, 2), float(rank + 1))
     total = size * (size + 1) / 2
     result = hvd.reducescatter(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
@@ -281,7 +281,7 @@ def test_reducescatter_scales_and_compresses(rank, size):
 
 
 @everywhere()
-def test_grouped_reducescatter(rank, size):
+def test_grouped_reducescatter_reduces_and_divides_rows(rank, size):
     tensors = [torch.full((size,), float(rank)), torch.full((2 * size + 1, 3), rank)]
     for first, second in (
         hvd.grouped_reducescatter(tensors, op=hvd.Sum, name="two"),

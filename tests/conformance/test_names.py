@@ -9,7 +9,7 @@ from conformance.worlds import everywhere, raises, works
 
 
 @everywhere()
-def test_any_order_of_submission(rank, size):
+def test_collectives_complete_in_any_order_of_submission(rank, size):
     """A hundred collectives of all kinds, shuffled on each rank by its own seed; five times, so that all are cached."""
     for turn in range(5):
         tasks = []
@@ -52,7 +52,7 @@ def test_any_order_of_submission(rank, size):
 
 
 @everywhere()
-def test_names_belong_to_an_operation(rank, size):
+def test_one_name_may_be_used_by_different_operations_at_once(rank, size):
     """One name for an allreduce, a broadcast and an allgather in flight at once is not a duplicate."""
     calls = [
         lambda: hvd.allreduce_async(torch.ones(1), op=hvd.Sum, name="x"),
@@ -97,7 +97,7 @@ def test_a_name_in_flight_can_not_be_submitted_again(rank, size):
 
 
 @everywhere()
-def test_a_duplicate_before_the_other_ranks_have_arrived(rank, size):
+def test_duplicate_name_is_refused_before_the_other_ranks_have_arrived(rank, size):
     """Rank 0 is alone with its name when it submits it again; the others arrive later."""
     handle = None
     if rank == 0:
@@ -112,7 +112,7 @@ def test_a_duplicate_before_the_other_ranks_have_arrived(rank, size):
 
 
 @everywhere()
-def test_collectives_without_a_name_match_in_their_own_order(rank, size):
+def test_collectives_without_a_name_match_by_their_order(rank, size):
     """Between named ones that are submitted in different orders."""
     handles = []
     for n in range(10):
@@ -126,7 +126,7 @@ def test_collectives_without_a_name_match_in_their_own_order(rank, size):
 
 
 @everywhere()
-def test_a_shape_that_changes_under_one_name(rank, size):
+def test_shape_scale_and_root_may_change_under_one_name(rank, size):
     """On all ranks alike, which is valid: the cache entry of the name is dropped."""
     for shape in ((2,), (2,), (3, 1), (2,), (), (2,)):
         result = hvd.allreduce(torch.ones(shape), op=hvd.Sum, name="changing")
@@ -145,7 +145,7 @@ def test_a_shape_that_changes_under_one_name(rank, size):
 
 
 @everywhere()
-def test_more_names_than_the_cache_holds(rank, size):
+def test_more_names_than_the_cache_capacity_are_reduced(rank, size):
     for turn in range(2):
         handles = [
             hvd.allreduce_async(torch.full((1,), float(n)), op=hvd.Sum, name=f"many {n}")
@@ -156,6 +156,6 @@ def test_more_names_than_the_cache_holds(rank, size):
 
 
 @everywhere()
-def test_strange_names(rank, size):
+def test_unusual_names_are_accepted(rank, size):
     for name in ("", "a" * 2000, "Überraschung ✓", "with space\nand line", "allreduce.x", "0"):
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name=name).item() == size, name

@@ -68,7 +68,7 @@ def compare(
 
 
 @everywhere()
-def test_it_trains_as_one_process_with_the_whole_batch(rank, size):
+def test_distributed_optimizer_trains_like_one_process_with_the_whole_batch(rank, size):
     compare(rank, size, "SGD")
     compare(rank, size, "momentum", make=lambda m: sgd(m, momentum=0.9, weight_decay=0.01))
     compare(rank, size, "Adam", make=lambda m: torch.optim.Adam(m.parameters(), lr=0.01))
@@ -89,7 +89,7 @@ def test_it_trains_as_one_process_with_the_whole_batch(rank, size):
 
 
 @everywhere()
-def test_without_names(rank, size):
+def test_distributed_optimizer_without_names_trains_equally_on_all_ranks(rank, size):
     model = build()
     optimizer = hvd.DistributedOptimizer(sgd(model))
     model(batch(rank)).sum().backward()
@@ -126,7 +126,7 @@ def test_local_gradients_are_added_over_the_passes_not_divided(rank, size):
 
 
 @everywhere()
-def test_it_is_still_the_users_optimizer(rank, size):
+def test_distributed_optimizer_keeps_the_class_and_state_of_the_wrapped_one(rank, size):
     model = build()
     inner: Any = torch.optim.Adam(model.parameters(), lr=0.1)
     optimizer = wrapped(model, inner)
@@ -151,7 +151,7 @@ def test_it_is_still_the_users_optimizer(rank, size):
 
 
 @everywhere()
-def test_clipping_between_synchronize_and_step(rank, size):
+def test_gradients_may_be_clipped_between_synchronize_and_step(rank, size):
     model = build()
     optimizer = wrapped(model, sgd(model, lr=1.0))
     (model(batch(rank)).sum() * 100).backward()
@@ -180,7 +180,7 @@ def test_step_after_synchronize_without_skip_warns(rank, size):
 
 
 @everywhere()
-def test_zero_grad_between_backward_and_step(rank, size):
+def test_zero_grad_between_backward_and_step_is_refused(rank, size):
     model = build()
     optimizer = wrapped(model)
     model(batch(rank)).sum().backward()
@@ -196,7 +196,7 @@ def test_zero_grad_between_backward_and_step(rank, size):
 
 
 @everywhere()
-def test_a_parameter_that_only_some_ranks_use(rank, size):
+def test_parameter_used_by_some_ranks_only_is_averaged_over_all(rank, size):
     """The others send zeros for it, so that no rank waits; the rank changes with each step."""
     torch.manual_seed(0)
     layers: Any = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(3)])
@@ -214,7 +214,7 @@ def test_a_parameter_that_only_some_ranks_use(rank, size):
 
 
 @everywhere()
-def test_a_closure(rank, size):
+def test_closure_of_an_optimizer_step_is_supported(rank, size):
     model = build()
     optimizer = wrapped(model)
 
@@ -231,7 +231,7 @@ def test_a_closure(rank, size):
 
 
 @everywhere()
-def test_a_gradient_scaler_sees_what_all_ranks_have(rank, size):
+def test_gradient_scaler_skips_the_step_on_all_ranks_when_one_overflows(rank, size):
     """One rank's gradient overflows: all skip the step, and all lower the scale."""
     model = build()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -253,7 +253,7 @@ def test_a_gradient_scaler_sees_what_all_ranks_have(rank, size):
 
 
 @everywhere()
-def test_two_optimizers_and_two_models_at_once(rank, size):
+def test_two_optimizers_and_models_train_concurrently(rank, size):
     """As of a generator and a discriminator; even ranks let the second one's gradients come first."""
     first, second = build(0), build(1)
     optimizers = [wrapped(first), wrapped(second)]
@@ -271,7 +271,7 @@ def test_two_optimizers_and_two_models_at_once(rank, size):
 
 
 @everywhere()
-def test_gradients_and_named_collectives_at_once(rank, size):
+def test_gradients_and_named_collectives_run_concurrently(rank, size):
     """A metric is in progress during the reduction of gradients."""
     model = build()
     optimizer = wrapped(model)
@@ -301,7 +301,7 @@ def test_training_continues_with_parameters_frozen_and_thawed(rank, size):
 
 
 @everywhere()
-def test_arguments_that_are_refused(rank, size):
+def test_invalid_arguments_of_the_optimizer_are_refused(rank, size):
     model = build()
     names = list(model.named_parameters())
     cases: dict[str, dict[str, Any]] = {

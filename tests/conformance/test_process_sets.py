@@ -22,7 +22,7 @@ def added(*sets: list[int]) -> Iterator[Any]:
 
 
 @everywhere()
-def test_the_global_set(rank, size):
+def test_global_process_set_contains_all_ranks(rank, size):
     everybody = hvd.global_process_set
     assert everybody.process_set_id == 0
     assert list(everybody.ranks) == list(range(size))
@@ -32,7 +32,7 @@ def test_the_global_set(rank, size):
 
 
 @everywhere(3, 4)
-def test_a_set_knows_its_ranks(rank, size):
+def test_process_set_reports_its_ranks_and_number(rank, size):
     made = hvd.ProcessSet([0, size - 1])
     assert "process_set_id=None" in repr(made), "not registered yet"
     assert hvd.add_process_set(made) is made
@@ -53,7 +53,7 @@ def test_a_set_knows_its_ranks(rank, size):
 
 
 @everywhere(3, 4)
-def test_every_collective_among_some(rank, size):
+def test_every_collective_runs_within_a_process_set(rank, size):
     members = [0, size - 1]
     with added(members) as some:
         if rank in members:
@@ -96,7 +96,7 @@ def test_sparse_tensors_among_some(rank, size):
 
 
 @everywhere(3, 4)
-def test_sets_that_overlap_run_at_once_under_one_name(rank, size):
+def test_overlapping_sets_run_collectives_of_one_name_concurrently(rank, size):
     with added([0, 1], list(range(1, size))) as (low, high):
         handles = {}
         order = [low, high] if rank % 2 else [high, low]
@@ -112,7 +112,7 @@ def test_sets_that_overlap_run_at_once_under_one_name(rank, size):
 
 
 @everywhere()
-def test_a_set_of_one(rank, size):
+def test_set_of_one_rank_returns_its_own_values(rank, size):
     with added([1]) as alone:
         if rank == 1:
             tensor = torch.full((2,), 5.0)
@@ -126,7 +126,7 @@ def test_a_set_of_one(rank, size):
 
 
 @everywhere()
-def test_a_rank_outside_a_set_can_not_use_it(rank, size):
+def test_rank_outside_of_a_set_cannot_use_the_set(rank, size):
     with added([0]) as first:
         if rank != 0:
             for call in (
@@ -145,7 +145,7 @@ def test_a_rank_outside_a_set_can_not_use_it(rank, size):
 
 
 @everywhere()
-def test_what_can_not_be_registered(rank, size):
+def test_invalid_and_duplicate_sets_are_refused(rank, size):
     with raises(ValueError):
         hvd.add_process_set([0, size])  # no such rank
     with raises(ValueError):
@@ -161,14 +161,14 @@ def test_what_can_not_be_registered(rank, size):
 
 
 @everywhere()
-def test_ranks_that_request_different_sets_all_get_an_error(rank, size):
+def test_different_requested_sets_raise_an_error_on_all_ranks(rank, size):
     with raises((ValueError, hvd.HorovodInternalError), "[Rr]ank"):
         hvd.add_process_set([0] if rank else [1])
     works(size)
 
 
 @everywhere()
-def test_a_mismatch_in_a_set_leaves_the_others_alone(rank, size):
+def test_mismatch_in_a_set_does_not_affect_later_collectives(rank, size):
     members = list(range(size - 1)) if size > 2 else [0, 1]
     with added(members) if size > 2 else added([0]) as some:
         if some.included() and some.size() > 1:
@@ -179,7 +179,7 @@ def test_a_mismatch_in_a_set_leaves_the_others_alone(rank, size):
 
 
 @everywhere(3, 4)
-def test_a_root_outside_the_set(rank, size):
+def test_root_outside_of_the_process_set_is_refused(rank, size):
     with added([0, 1]) as some:
         if some.included():
             with raises((ValueError, hvd.HorovodInternalError), str(size - 1)):
@@ -188,7 +188,7 @@ def test_a_root_outside_the_set(rank, size):
 
 
 @everywhere(3, 4)
-def test_gradients_within_a_set(rank, size):
+def test_gradients_are_computed_within_a_process_set(rank, size):
     members = [0, size - 1]
     with added(members) as some:
         if some.included():
@@ -220,7 +220,7 @@ def test_gradients_within_a_set(rank, size):
 
 
 @everywhere(4)
-def test_an_optimizer_within_a_set(rank, size):
+def test_optimizers_reduce_within_their_process_set(rank, size):
     """Two models at once, each trained by two separate ranks."""
     with added([0, 2], [1, 3]) as pairs:
         own = pairs[rank % 2]

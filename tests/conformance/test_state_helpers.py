@@ -26,7 +26,7 @@ def model_of(rank: int) -> Any:
 
 
 @everywhere()
-def test_parameters_from_every_root(rank, size):
+def test_broadcast_parameters_sends_the_parameters_of_any_root(rank, size):
     for root in range(size):
         model = model_of(rank)
         wanted = model_of(root)
@@ -50,7 +50,7 @@ def test_a_list_of_parameters_needs_no_names(rank, size):
 
 
 @everywhere(2)
-def test_a_sync_deals_out_what_is_left_on_every_rank(rank, size):
+def test_sync_distributes_the_remaining_samples_over_all_ranks(rank, size):
     for synced in (hvd.elastic.TorchState.sync, lambda state: state._handlers["sampler"].sync()):
         sampler = hvd.elastic.ElasticSampler(list(range(16)), shuffle=False)
         state = hvd.elastic.TorchState(sampler=sampler)
@@ -62,7 +62,7 @@ def test_a_sync_deals_out_what_is_left_on_every_rank(rank, size):
 
 
 @everywhere()
-def test_entries_that_are_none_are_left_out(rank, size):
+def test_none_entries_of_parameters_are_skipped(rank, size):
     tensor = torch.full((2,), float(rank))
     hvd.broadcast_parameters({"w": tensor, "absent": None}, root_rank=1)
     assert tensor.tolist() == [1.0, 1.0]
@@ -72,7 +72,7 @@ def test_entries_that_are_none_are_left_out(rank, size):
 
 
 @everywhere()
-def test_optimizer_state_of_every_kind(rank, size):
+def test_optimizer_state_of_every_kind_is_broadcast(rank, size):
     """Only the root has trained; options differ, too. Weights stay as they are."""
     makers = {
         "SGD": lambda p: torch.optim.SGD(p, lr=0.1 * (rank + 1)),
@@ -115,7 +115,7 @@ def test_optimizer_state_of_every_kind(rank, size):
 
 
 @everywhere()
-def test_a_joiner_trains_on_like_the_others(rank, size):
+def test_joining_rank_trains_equally_after_model_and_optimizer_broadcast(rank, size):
     """Model first, then optimizer, as scripts do: with weight decay and a changed learning rate, all stay equal."""
     model = model_of(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=0.5)
@@ -134,7 +134,7 @@ def test_a_joiner_trains_on_like_the_others(rank, size):
 
 
 @everywhere()
-def test_objects(rank, size):
+def test_objects_are_broadcast_and_gathered(rank, size):
     own = {"rank": rank, "list": [None, 1.5, "ü"], "blob": b"x" * (1000 * rank)}
     for root in range(size):
         got = hvd.broadcast_object(own, root_rank=root, name="settings")
@@ -154,7 +154,7 @@ def test_objects(rank, size):
 
 
 @everywhere()
-def test_compressors(rank, size):
+def test_compressors_restore_the_dtype(rank, size):
     for compressor, dtype in (
         (hvd.Compression.none, None),
         (hvd.Compression.fp16, torch.float16),
@@ -186,7 +186,7 @@ class Halved:
 
 
 @everywhere()
-def test_a_custom_compressor(rank, size):
+def test_custom_compressor_is_used_by_allreduce_and_optimizer(rank, size):
     result = hvd.allreduce(torch.tensor([0.5, 2.0]), compression=Halved, op=hvd.Sum)
     assert result.tolist() == [0.5 * size, 2.0 * size]
     weight = torch.nn.Parameter(torch.zeros(2))

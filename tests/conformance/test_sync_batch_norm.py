@@ -30,7 +30,7 @@ def plain(channels: int, dimensions: int, **options: Any) -> Any:
 
 
 @everywhere()
-def test_it_is_batch_norm_over_all_ranks_batches(rank, size):
+def test_sync_batch_norm_equals_batch_norm_over_all_ranks(rank, size):
     for shape in ((4,), (4, 5), (4, 3, 3), (4, 2, 3, 2)):
         for uneven in (False, True):
             for options in ({}, {"affine": False}, {"momentum": None}, {"eps": 1e-3}):
@@ -75,7 +75,7 @@ def test_evaluation_uses_the_running_statistics_without_communication(rank, size
 
 
 @everywhere()
-def test_it_trains_within_a_model(rank, size):
+def test_sync_batch_norm_keeps_a_trained_model_equal_on_all_ranks(rank, size):
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(1, 4, 3), hvd.SyncBatchNorm(4), torch.nn.ReLU(), torch.nn.Flatten()

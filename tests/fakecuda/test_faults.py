@@ -37,11 +37,11 @@ def trained(job, fake_cuda, fault: str, np: int = 3, flags: str = "", **env: str
         "abort:hang,rank=0",
     ],
 )
-def test_a_death_inside_nccl_is_one_like_any_other(job, fake_cuda, fault):
+def test_death_inside_nccl_is_recovered_from(job, fake_cuda, fault):
     trained(job, fake_cuda, fault if "die" in fault else f"{fault};kernel:die,rank=1,nth=12")
 
 
-def test_an_error_that_nccl_reports_costs_a_world_and_no_worker(job, fake_cuda):
+def test_error_reported_by_nccl_breaks_the_world_and_loses_no_worker(job, fake_cuda):
     history = trained(job, fake_cuda, "kernel:error,rank=1,nth=12")
     assert {record["rank"] for record in history.all("done")} == {0, 1, 2}
 
@@ -59,13 +59,13 @@ def test_memory_that_a_peers_kernel_may_still_read_is_not_freed(job, fake_cuda):
     assert wording.SPOILT not in history.job.output
 
 
-def test_after_an_error_reported_only_by_nccl_nothing_is_freed_either(job, fake_cuda):
+def test_no_memory_is_freed_after_an_error_reported_only_by_nccl(job, fake_cuda):
     history = trained(job, fake_cuda, "kernel:error,rank=1,nth=12", FAKE_NCCL_FREE="strict")
     assert len(history.all("done")) == 3
     assert wording.SPOILT not in history.job.output
 
 
-def test_the_others_continue_without_a_frozen_peer_and_without_a_replacement(job, fake_cuda):
+def test_peers_continue_without_a_frozen_rank(job, fake_cuda):
     history = trained(job, fake_cuda, "kernel:freeze,rank=1,nth=12")
     assert len(history.all("done")) == 2
 
@@ -75,11 +75,11 @@ def test_a_failing_gpu_ends_only_its_worker(job, fake_cuda):
     assert len(history.all("done")) == 2
 
 
-def test_slow_copies_lose_nothing(job, fake_cuda):
+def test_slow_copies_lose_no_data_when_a_worker_dies(job, fake_cuda):
     trained(job, fake_cuda, "copy:slow,ms=3;kernel:die,rank=1,nth=15")
 
 
-def test_a_gpu_that_hangs_costs_its_own_worker(job, fake_cuda):
+def test_only_the_worker_of_a_hung_gpu_is_fenced(job, fake_cuda):
     """Its stream does nothing more: all wait, and no process has died. Much earlier than any collective timeout."""
     history = trained(job, fake_cuda, "work:hang,device=1,nth=275", flags=SOON)
     fenced = [str(e) for e in history.job.output.splitlines() if "fencing" in e]
@@ -90,7 +90,7 @@ def test_a_gpu_that_hangs_costs_its_own_worker(job, fake_cuda):
     }
 
 
-def test_kernels_that_all_hang_cost_a_world_and_no_worker(job, fake_cuda):
+def test_hang_of_all_kernels_breaks_the_world_and_fences_no_worker(job, fake_cuda):
     """NCCL's kernels wait for each other until they are aborted: in a new communicator all continue."""
     stall = "kernel:slow,ms=16000,nth=20"  # and then they see that they are
     training = started(

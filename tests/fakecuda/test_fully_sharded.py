@@ -44,7 +44,7 @@ def check(training, optimizer="Adam", unsealed=0):
         ),
     ],
 )
-def test_fault_within_a_step_of_which_no_result_was_waited_for(job, fake_cuda, rule):
+def test_fault_in_a_step_without_an_awaited_result_is_recovered(job, fake_cuda, rule):
     training = started(
         job,
         3,
@@ -83,7 +83,7 @@ def test_rank_is_lost_while_commits_are_copied_in_the_background(job, fake_cuda,
 
 
 @pytest.mark.slow
-def test_reduce_scatters_and_all_gathers_of_each_dtype_on_each_stream(job, fake_cuda):
+def test_reduce_scatters_and_all_gathers_are_correct_for_each_dtype_and_stream(job, fake_cuda):
     training = job("-np 3", ["python", SCRIPTS / "scatters_on_gpus.py"], env=fake_cuda(gpus=3))
     assert training.succeed(200).count("found all right") == 3
 

@@ -13,9 +13,7 @@ pytestmark = [pytest.mark.fakecuda, pytest.mark.slow, pytest.mark.timeout(240)]
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu_launches.py"
 
 
-def test_a_hundred_gradients_take_a_handful_of_launches_and_no_wait_inside_cuda(
-    fake_cuda, tmp_path
-):
+def test_hundred_gradients_take_few_launches_and_no_synchronization_per_step(fake_cuda, tmp_path):
     """With a separate copy per gradient there are a hundred more. Two buckets: the mark is copied back beside one."""
     file = tmp_path / "figures.json"
     words = (sys.executable, PROGRAM, "--parameters", "100", "--json", file)
@@ -26,9 +24,7 @@ def test_a_hundred_gradients_take_a_handful_of_launches_and_no_wait_inside_cuda(
     assert ours["synchronizations"] < 1
 
 
-def test_a_sharded_step_takes_no_more_than_over_torchs_nccl_and_the_host_waits_for_nothing(
-    fake_cuda, tmp_path
-):
+def test_sharded_step_costs_no_more_than_torchs_nccl_and_never_synchronizes(fake_cuda, tmp_path):
     file = tmp_path / "figures.json"
     words = (sys.executable, PROGRAM, "--fsdp", "4", "--json", file)
     output_of(*words, env=os.environ | fake_cuda(gpus=4), timeout=230)

@@ -18,7 +18,7 @@ ALLOWED = {
 }
 
 
-def test_a_hundred_nccl_errors_leave_nothing_behind(job, fake_cuda):
+def test_hundred_nccl_errors_leak_no_resources(job, fake_cuda):
     errors = ";".join(f"kernel:error,rank=1,nth={EACH * number}" for number in range(1, WORLDS + 1))
     env = fake_cuda(gpus=2, FAKE_FAULTS=errors, DEVICE="cuda", COUNT="1", ENDS="over")
     training = started(job, 2, **env)

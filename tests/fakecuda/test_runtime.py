@@ -21,7 +21,7 @@ def run(env: dict[str, str], script: str) -> str:
     return output_of(sys.executable, "-c", code, env=os.environ | env, timeout=RUN_S)
 
 
-def test_streams_are_asynchronous_and_only_events_order_them(fake_cuda):
+def test_streams_are_asynchronous_and_ordered_only_by_events(fake_cuda):
     script = """
         import torch
         written = torch.zeros(4, device="cuda")
@@ -41,9 +41,7 @@ def test_streams_are_asynchronous_and_only_events_order_them(fake_cuda):
     run(fake_cuda(), script)
 
 
-def test_a_wait_is_for_the_record_at_its_call_when_another_stream_records_the_event_again(
-    fake_cuda,
-):
+def test_stream_wait_refers_to_the_record_at_its_call(fake_cuda):
     script = """
         import torch
         written = torch.zeros(4, device="cuda")
@@ -67,7 +65,7 @@ def test_a_wait_is_for_the_record_at_its_call_when_another_stream_records_the_ev
     run(fake_cuda(), script)
 
 
-def test_a_context_is_counted_where_a_thread_touches_a_device(fake_cuda):
+def test_context_is_counted_when_a_thread_first_uses_a_device(fake_cuda):
     script = """
         import threading, torch, fake_cuda
         assert torch.cuda.device_count() == 3 and fake_cuda.contexts() == []
@@ -84,7 +82,7 @@ def test_a_context_is_counted_where_a_thread_touches_a_device(fake_cuda):
     run(fake_cuda(gpus=3), script)
 
 
-def test_freed_memory_that_is_used_spoils_the_device_for_good(fake_cuda):
+def test_use_of_freed_memory_permanently_fails_the_device(fake_cuda):
     script = """
         import ctypes, torch
         torch.zeros(1, device="cuda:1"), torch.zeros(1, device="cuda:0")
@@ -128,7 +126,7 @@ def test_memory_runs_out_and_an_unknown_kernel_refuses(fake_cuda):
     assert wording.NOT_MADE_UP in run(fake_cuda(FAKE_GPU_MB="64"), script)
 
 
-def test_training_has_the_bits_of_a_cpu(fake_cuda):
+def test_fake_cuda_training_equals_cpu_training_bitwise(fake_cuda):
     script = """
         import torch
         from torch import nn

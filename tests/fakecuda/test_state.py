@@ -68,7 +68,7 @@ def run(env: dict[str, str], script: str) -> str:
     return output_of(sys.executable, "-c", code, env=os.environ | env, timeout=RUN_S)
 
 
-def test_commits_pin_the_size_of_the_state_whatever_the_tensors_sizes(fake_cuda):
+def test_pinned_memory_of_commits_equals_the_state_size_for_any_tensor_sizes(fake_cuda):
     script = """
         state = make()
         step(state)

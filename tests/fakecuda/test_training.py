@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.fakecuda, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", pytest.param("Adam", marks=pytest.mark.slow)])
-def test_a_killed_worker_is_done_without_and_the_weights_are_those_of_cpus(
+def test_job_continues_without_a_killed_worker_with_the_weights_of_a_cpu_job(
     job, fake_cuda, optimizer
 ):
     dies = {"STEPS": "12", "OPTIMIZER": optimizer, "DIE": "slot=1,step=5,place=backward"}
@@ -26,7 +26,7 @@ def test_a_killed_worker_is_done_without_and_the_weights_are_those_of_cpus(
 
 
 @pytest.mark.slow
-def test_two_workers_train_on_one_gpu_if_nccl_is_configured_for_it(job, fake_cuda):
+def test_two_workers_train_on_one_gpu_when_nccl_allows_multiple_ranks(job, fake_cuda):
     shared = {"FAKE_NCCL_VERSION": "23007", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     training = started(job, 2, **fake_cuda(gpus=1, **shared), DEVICE="cuda")
     training.succeed(110)
@@ -36,7 +36,7 @@ def test_two_workers_train_on_one_gpu_if_nccl_is_configured_for_it(job, fake_cud
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
-def test_a_newcomer_gets_the_state_over_nccl(job, fake_cuda, optimizer):
+def test_newcomer_gets_the_state_over_nccl(job, fake_cuda, optimizer):
     """Rank 0 and the newcomer have a separate communicator, and the digests of all are equal afterwards."""
     training = started(
         job,
@@ -60,7 +60,7 @@ def test_a_newcomer_gets_the_state_over_nccl(job, fake_cuda, optimizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", ["kernel:die,device=2,nth=1", "kernel:die,device=0"])
-def test_a_death_while_the_state_travels_over_nccl_is_one_like_any_other(job, fake_cuda, dies):
+def test_death_during_a_state_transfer_over_nccl_is_recovered_from(job, fake_cuda, dies):
     """The newcomer's, in its first kernel ever; or that of rank 0, which sends: the next rank 0 sends what it has."""
     faults = [
         "kernel:die,device=2,nth=12,once=first",

@@ -78,13 +78,13 @@ def test_each_sample_is_sent_to_one_rank_in_every_epoch(rank, size):
         assert epoch(other) == list(range(-SAMPLES, 0))
 
 
-def test_without_sharing_each_rank_gets_all(rank, size):
+def test_each_rank_gets_all_samples_without_sharing(rank, size):
     with computing(rank, 1, "compute") as config:
         dataset = send_to_data_service(tf.data.Dataset.range(SAMPLES), config, rank, size)
         assert sorted(dataset.as_numpy_iterator()) == list(range(SAMPLES))
 
 
-def test_a_dispatcher_for_each_rank_in_the_training_job(rank, size):
+def test_training_job_may_have_one_dispatcher_per_rank(rank, size):
     with computing(rank, size, "training") as config:
         with pytest.raises(ValueError, match=wording.TF_DATA_SERVICE_AS):
             send_to_data_service(tf.data.Dataset.range(3), config, rank)
@@ -124,7 +124,7 @@ def test_an_unreachable_dispatcher_is_named_immediately(rank, size):
         service.shutdown()
 
 
-def test_one_thread_checks_whether_the_compute_job_exists(rank, size):
+def test_one_thread_on_rank_0_watches_for_the_compute_job(rank, size):
     def watching():
         return [each for each in threading.enumerate() if "compute-service" in each.name]
 
@@ -189,7 +189,7 @@ def test_a_waiter_ignores_the_file_of_an_earlier_compute_job(rank, size):
     service.shutdown()
 
 
-def test_a_file_exists_only_as_long_as_its_service(rank, size):
+def test_config_file_exists_only_while_its_service_runs(rank, size):
     there = []
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         file = Path(folder, "compute.json")
@@ -235,7 +235,7 @@ def test_a_compute_job_replaces_only_files_of_compute_jobs(rank, size):
             compute_worker.main(1, "compute", str(notes), 1.0)
 
 
-def test_a_file_that_others_could_have_written_is_refused(rank, size):
+def test_config_file_writable_by_other_users_is_refused(rank, size):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         file = Path(folder, "compute.json")
         CONFIG.write(file)
@@ -247,7 +247,7 @@ def test_a_file_that_others_could_have_written_is_refused(rank, size):
             TfDataServiceConfig.read(file, wait_for_file_creation=True)
 
 
-def test_what_a_config_can_not_be_is_refused(rank, size):
+def test_invalid_config_values_are_refused(rank, size):
     for wrong, said in (
         ({"dispatchers": 0}, "dispatchers is 0: pass 1 or more"),
         ({"dispatcher_side": "both"}, "pass compute or training"),

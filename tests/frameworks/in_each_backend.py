@@ -34,7 +34,7 @@ def accumulating(rate, average, **options):
     )
 
 
-def test_gradients_of_several_passes(rank, size):
+def test_gradients_of_several_passes_are_accumulated_before_a_reduction(rank, size):
     x, y, all_x, all_y = data(rank, size)
     for average, rate in ((True, 0.1), (False, 0.05)):
         alone, together = model(), model()
@@ -50,7 +50,7 @@ def test_gradients_of_several_passes(rank, size):
         np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
 
 
-def test_values_of_all_ranks_are_tensors_of_the_backend(rank, size):
+def test_collectives_return_tensors_of_the_backend_with_values_of_all_ranks(rank, size):
     rows = np.full([size, 2], float(rank), "float32")
     for made, wanted in (
         (hvd.allreduce(rows), np.full([size, 2], (size - 1) / 2)),
@@ -64,7 +64,7 @@ def test_values_of_all_ranks_are_tensors_of_the_backend(rank, size):
         np.testing.assert_allclose(keras.ops.convert_to_numpy(made), wanted)
 
 
-def test_a_value_in_a_step_that_jax_compiles(rank, size):
+def test_collectives_of_scalars_run_within_a_step_compiled_by_jax(rank, size):
     if keras.backend.backend() != "jax":
         return
     import jax
@@ -78,7 +78,7 @@ def test_a_value_in_a_step_that_jax_compiles(rank, size):
         raise AssertionError("a shape that is not known yet")
 
 
-def test_a_loss_scale_leaves_a_step_out_on_all_ranks_or_on_none(rank, size):
+def test_loss_scale_skips_a_step_on_all_ranks_when_one_rank_overflows(rank, size):
     x, y, all_x, all_y = data(rank, size, 12)
     wrong = x.copy()
     wrong[0, 0] = np.inf if rank == 0 else 1

@@ -3,7 +3,7 @@
 from harness import horovod_imports as table
 
 
-def test_imports_work_as_horovods_tests_and_examples_have_them(rank, size):
+def test_imports_of_horovods_tests_and_examples_work(rank, size):
     for statement in table.with_framework(table.lines(table.STATEMENTS), wanted=True):
         exec(statement, {})
 

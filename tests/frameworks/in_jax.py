@@ -52,7 +52,7 @@ def test_an_allreduce_keeps_structure_shapes_and_dtypes(rank, size):
         ej.allreduce(jax.random.key(0))
 
 
-def test_an_average_is_that_of_all_ranks_with_each_option(rank, size):
+def test_average_over_all_ranks_is_correct_with_each_option(rank, size):
     value = jnp.arange(6.0) + rank
     mean = np.arange(6.0) + (size - 1) / 2
     np.testing.assert_allclose(ej.allreduce(value), mean)
@@ -89,7 +89,7 @@ def test_an_allgather_concatenates_rows_of_different_numbers(rank, size):
         jax.jit(ej.allgather)(jnp.zeros((2, 2)))
 
 
-def test_results_stay_as_they_are_after_later_collectives(rank, size):
+def test_results_are_unchanged_by_later_collectives(rank, size):
     first = ej.allreduce(jnp.full(100_000, 1.0 + rank))
     before = np.array(first)
     ej.allreduce(jnp.full(100_000, 7.0))
@@ -123,7 +123,7 @@ def test_a_compiled_function_runs_its_collectives_each_time(rank, size):
         np.testing.assert_allclose(found, np.full(3, value * (size - 1) * size + value))
 
 
-def test_a_collective_where_jax_cannot_run_it_is_refused(rank, size):
+def test_collective_in_an_unsupported_jax_transformation_is_refused(rank, size):
     for function in (
         lambda: jax.vmap(ej.allreduce)(jnp.zeros((2, 2))),
         lambda: jax.grad(lambda a: ej.allreduce(a).sum())(jnp.zeros(2)),
@@ -133,7 +133,7 @@ def test_a_collective_where_jax_cannot_run_it_is_refused(rank, size):
             function()
 
 
-def test_an_error_in_a_compiled_function_is_raised_as_itself(rank, size):
+def test_error_in_a_compiled_function_is_raised_with_its_own_type(rank, size):
     @ej.run
     def train(state):
         return jax.block_until_ready(jax.jit(ej.allreduce)(jnp.zeros(2 + rank)))
@@ -142,7 +142,7 @@ def test_an_error_in_a_compiled_function_is_raised_as_itself(rank, size):
         train(ej.JaxState(params=jnp.zeros(1)))
 
 
-def test_a_compiled_function_after_an_error_in_one_whose_inputs_were_pending_then_runs(rank, size):
+def test_compiled_function_runs_after_an_error_with_pending_inputs(rank, size):
     reduce = jax.jit(ej.allreduce)
 
     @ej.run
@@ -228,7 +228,7 @@ def test_a_restore_sets_exactly_the_committed_bits_of_every_kind_of_tree(rank, s
     assert jax.tree.structure(state.opt_state) == jax.tree.structure(trees["opt_state"])
 
 
-def test_a_sync_makes_trees_equal_to_those_of_rank_0(rank, size):
+def test_sync_makes_trees_equal_to_the_trees_of_rank_0(rank, size):
     state = ej.JaxState(
         params={"w": jnp.full(5, float(rank)), "scale": rank, "act": len},
         key=jax.random.key(rank),
@@ -285,7 +285,7 @@ def test_flax_objects_within_trees_stay_the_same_objects_after_a_restore(rank, s
     state.commit()
 
 
-def test_numbers_of_numpy_and_complex_ones_in_a_tree_are_sent(rank, size):
+def test_numpy_and_complex_numbers_in_a_tree_are_sent(rank, size):
     tree = {"w": jnp.ones(2), "f": np.float32(rank), "b": np.bool_(rank == 0), "c": rank + 1j}
     state = ej.JaxState(tree=tree, key=jax.random.key(rank), rng=jax.random.key(rank))
     state.sync()
@@ -324,7 +324,7 @@ def test_values_that_a_state_cannot_hold_are_refused_with_their_path(rank, size)
         ej.JaxState({"a": one})  # type: ignore[call-arg]
 
 
-def test_layouts_of_different_trees_differ_and_of_equal_ones_are_equal(rank, size):
+def test_layouts_are_equal_only_for_equal_trees(rank, size):
     def layout(**values):
         return ej.JaxState(**values).layout()
 
@@ -334,7 +334,7 @@ def test_layouts_of_different_trees_differ_and_of_equal_ones_are_equal(rank, siz
     assert layout(k=jax.random.key(0)) != layout(k=jax.random.PRNGKey(0))
 
 
-def test_one_program_of_all_workers_is_refused(rank, size):
+def test_jax_distributed_is_refused_in_an_elastic_job(rank, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.distributed, "is_initialized", lambda: True)
         with pytest.raises(NotElastic) as refused:

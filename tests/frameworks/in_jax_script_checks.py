@@ -62,13 +62,13 @@ def averaged(state):
     state.params = optax.apply_updates(state.params, updates)
 
 
-def test_right_scripts_have_no_mistakes(rank, size):
+def test_correct_scripts_with_momenta_are_not_reported(rank, size):
     params = new_params()
     whole = JaxState(params=params, opt_state=ADAM.init(params), step=0)
     assert kinds(whole, averaged) == set()
 
 
-def test_right_scripts_without_momenta_have_no_mistakes(rank, size):
+def test_correct_scripts_without_momenta_are_not_reported(rank, size):
     def inside(state):
         state.params = step_inside(state.params)
 
@@ -86,7 +86,7 @@ def test_right_scripts_without_momenta_have_no_mistakes(rank, size):
     assert kinds(JaxState(params=new_params(), step=0), one_by_one) == set()
 
 
-def test_modules_of_flax_have_no_mistakes_unless_outside_of_the_state(rank, size):
+def test_flax_modules_are_reported_only_when_outside_of_the_state(rank, size):
     net = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(net, ADAM, wrt=nnx.Param)
 
@@ -99,7 +99,7 @@ def test_modules_of_flax_have_no_mistakes_unless_outside_of_the_state(rank, size
     assert kinds(JaxState(step=0), train) == {Kind.MODEL_NOT_IN_STATE, Kind.OPTIMIZER_NOT_IN_STATE}
 
 
-def test_params_outside_of_the_state_are_reported_although_momenta_are_in_it(rank, size):
+def test_params_outside_of_the_state_are_reported_when_momenta_are_in_the_state(rank, size):
     params = new_params()
 
     def train(state):
@@ -136,7 +136,7 @@ def test_gradients_that_are_not_averaged_are_reported(rank, size):
     assert kinds(state, inside_loss_only) == {Kind.ONLY_LOSS_REDUCED}
 
 
-def test_state_of_a_job_that_trains_nothing_has_no_mistakes(rank, size):
+def test_state_of_a_job_without_training_has_no_mistakes(rank, size):
     assert kinds(JaxState(step=0), lambda state: None) == set()
     assert kinds(JaxState(params=new_params(), step=0), lambda state: None) == set()
 

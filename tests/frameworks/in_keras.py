@@ -36,7 +36,7 @@ def following(state):
     ]
 
 
-def test_fit_on_parts_of_a_batch_is_fit_on_the_whole(rank, size):
+def test_fit_on_parts_of_a_batch_equals_fit_on_the_whole(rank, size):
     x, y, all_x, all_y = data(rank, size)
     for make in (lambda: keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam):
         alone, together = model(), model()
@@ -47,7 +47,7 @@ def test_fit_on_parts_of_a_batch_is_fit_on_the_whole(rank, size):
         np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
 
 
-def test_fit_without_a_graph_and_a_custom_loop(rank, size):
+def test_eager_fit_and_a_custom_loop_equal_training_on_the_whole_batch(rank, size):
     x, y, all_x, all_y = data(rank, size)
     alone, eager, loop = model(), model(), model()
     alone.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
@@ -107,7 +107,7 @@ def test_requested_xla_is_disabled_with_a_warning(rank, size):
     assert others.jit_compile is True
 
 
-def test_gradients_of_several_passes(rank, size):
+def test_gradients_of_several_passes_are_accumulated_before_a_reduction(rank, size):
     x, y, *_ = data(rank, size)
     half = len(x) // 2
     rows = [np.concatenate([data(r, size)[i][:half] for r in range(size)]) for i in (0, 1)]
@@ -129,7 +129,7 @@ def test_gradients_of_several_passes(rank, size):
         np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
 
 
-def test_local_gradients_of_several_passes(rank, size):
+def test_gradients_of_local_layers_are_not_reduced_with_several_passes(rank, size):
     x, y, *_ = data(rank, size)
     made = model()
     optimizer = hvd.PartialDistributedOptimizer(
@@ -161,7 +161,7 @@ def test_accumulated_gradients_are_local_to_each_worker(rank, size):
     np.testing.assert_array_equal(flat(optimizer._accumulated_gradients), accumulated)
 
 
-def test_a_partial_optimizer_leaves_layers_alone(rank, size):
+def test_partial_optimizer_does_not_average_gradients_of_local_layers(rank, size):
     x, y, *_ = data(rank, size)
     made = model()
     optimizer = hvd.PartialDistributedOptimizer(
@@ -174,7 +174,7 @@ def test_a_partial_optimizer_leaves_layers_alone(rank, size):
     np.testing.assert_allclose(hvd.allreduce(shared), shared, atol=1e-6)
 
 
-def test_a_saved_model_is_kerass_own_and_loads_as_a_distributed_one(rank, size):
+def test_saved_model_loads_as_a_distributed_one_with_its_optimizer_variables(rank, size):
     x, y, *_ = data(rank, size)
     made = model()
     made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
@@ -193,7 +193,7 @@ def test_a_saved_model_is_kerass_own_and_loads_as_a_distributed_one(rank, size):
     np.testing.assert_allclose(hvd.allreduce(flat(loaded.weights)), flat(loaded.weights), atol=1e-6)
 
 
-def test_callbacks_that_make_replicas_and_metrics_equal(rank, size):
+def test_callbacks_make_replicas_and_metrics_equal(rank, size):
     x, y, *_ = data(rank, size)
     made = model(seed=rank)
     made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss="mse")
@@ -207,7 +207,7 @@ def test_callbacks_that_make_replicas_and_metrics_equal(rank, size):
     np.testing.assert_allclose(hvd.allreduce(losses), losses, atol=1e-6)
 
 
-def test_a_learning_rate_that_warms_up_and_one_with_a_schedule(rank, size):
+def test_learning_rate_follows_warm_up_and_schedule(rank, size):
     x, y, *_ = data(rank, size)
     rates = []
 
@@ -255,7 +255,7 @@ def test_local_variables_stay_local_to_each_rank(rank, size):
         hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=["kernel"])
 
 
-def test_values_of_all_ranks(rank, size):
+def test_collectives_accept_python_and_numpy_values(rank, size):
     assert float(hvd.allreduce(float(rank))) == pytest.approx((size - 1) / 2)
     np.testing.assert_allclose(hvd.allgather(np.full([1, 2], rank)), [[r, r] for r in range(size)])
     assert hvd.broadcast(rank, 1) == 1
@@ -303,7 +303,7 @@ def test_a_number_in_a_graph_of_tensorflow_1_has_its_result_at_once(rank, size):
         assert float(hvd.allreduce(float(rank))) == pytest.approx((size - 1) / 2)
 
 
-def test_a_state_is_restored_to_its_commit(rank, size):
+def test_state_is_restored_to_its_commit(rank, size):
     x, y, *_ = data(rank, size)
     made = model()
     made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss="mse")
@@ -339,7 +339,7 @@ def test_steps_are_counted_at_commits_without_a_line_in_the_script(rank, size):
     assert step_count.steps == before[1] + int(made.optimizer.iterations.numpy()) - before[0]
 
 
-def test_a_state_of_variables_is_brought_to_all(rank, size):
+def test_state_of_variables_is_synchronized_from_rank_0(rank, size):
     variables = [tf.Variable([float(rank)]), tf.Variable(rank, dtype=tf.int64)]
     state = of_tensorflow.elastic.TensorFlowState(variables, batch=rank)
     state.sync()
@@ -362,7 +362,7 @@ def test_the_state_of_a_model_is_broadcast_and_requirements_are_checked(rank, si
         hvd.elastic.KerasState(3)
 
 
-def test_the_position_in_an_epoch_is_that_of_the_commit(rank, size):
+def test_position_in_an_epoch_is_restored_from_the_commit(rank, size):
     x, y, *_ = data(rank, size)
     steps = -(-len(x) // 2)
     elastic = hvd.elastic
@@ -390,7 +390,7 @@ def test_the_position_in_an_epoch_is_that_of_the_commit(rank, size):
         assert int(made.optimizer.iterations) == 3 * steps
 
 
-def test_callbacks_that_are_used_again_follow_the_steps_of_the_present_fit(rank, size):
+def test_reused_callbacks_follow_the_steps_of_the_present_fit(rank, size):
     """As in Horovod's example, which creates them once, and gives fit as many steps as the world allows."""
     x, y, *_ = data(rank, size)
     batches = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(2)
@@ -407,7 +407,7 @@ def test_callbacks_that_are_used_again_follow_the_steps_of_the_present_fit(rank,
     assert committed == [(0, 1), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
 
 
-def test_an_epoch_that_goes_on_ends_where_it_would_have_with_several_steps_at_once(rank, size):
+def test_resumed_epoch_ends_at_its_last_batch_when_steps_per_execution_is_3(rank, size):
     elastic, steps, at_once = hvd.elastic, 10, 3
     done: list[list[int]] = []
 
@@ -443,7 +443,7 @@ def test_an_epoch_that_goes_on_ends_where_it_would_have_with_several_steps_at_on
     assert (state.epoch, state.batch, int(optimizer.iterations)) == (2, 0, 2 * steps - 3)
 
 
-def test_a_world_that_changes_after_the_last_batch_of_an_epoch_repeats_none(rank, size):
+def test_world_change_after_the_last_batch_of_an_epoch_repeats_no_batch(rank, size):
     x, y, *_ = data(rank, size)
     steps = -(-len(x) // 2)
     elastic = hvd.elastic
@@ -471,7 +471,7 @@ def test_a_world_that_changes_after_the_last_batch_of_an_epoch_repeats_none(rank
     assert int(made.optimizer.iterations) == 3 * steps
 
 
-def test_a_first_step_that_was_built_ahead_changes_nothing_and_is_not_traced_again(rank, size):
+def test_prebuilt_first_step_gives_the_same_training_without_a_second_trace(rank, size):
     x, y, *_ = data(rank, size)
     traced: list[object] = []
     traces: list[int] = []
@@ -508,7 +508,7 @@ def test_a_first_step_that_was_built_ahead_changes_nothing_and_is_not_traced_aga
     np.testing.assert_array_equal(weights, others)
 
 
-def test_every_name_is_what_the_page_says(rank, size):
+def test_documented_names_and_exported_names_agree(rank, size):
     page = pathlib.Path(__file__).parents[2] / "docs" / "horovod.md"
     found = {}
     for line in page.read_text().splitlines():

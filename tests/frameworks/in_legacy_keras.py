@@ -49,11 +49,11 @@ def following(state):
     ]
 
 
-def test_it_is_legacy_keras(rank, size):
+def test_keras_is_legacy_keras(rank, size):
     assert keras.optimizers.Adam.__module__.startswith("tf_keras.")
 
 
-def test_fit_on_parts_of_a_batch_is_fit_on_the_whole(rank, size):
+def test_fit_on_parts_of_a_batch_equals_fit_on_the_whole(rank, size):
     x, y, all_x, all_y = data(rank, size)
     kinds = keras.optimizers
     for make in (
@@ -71,7 +71,7 @@ def test_fit_on_parts_of_a_batch_is_fit_on_the_whole(rank, size):
         np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
 
 
-def test_gradients_of_several_passes(rank, size):
+def test_gradients_of_several_passes_are_accumulated_before_a_reduction(rank, size):
     x, y, *_ = data(rank, size)
     half = len(x) // 2
     rows = [np.concatenate([data(r, size)[i][:half] for r in range(size)]) for i in (0, 1)]
@@ -103,7 +103,7 @@ def test_gradients_of_several_passes(rank, size):
             np.testing.assert_allclose(flat(together.weights), flat(alone.weights), atol=1e-5)
 
 
-def test_a_saved_model_loads_as_a_distributed_one(rank, size):
+def test_saved_model_loads_as_a_distributed_one(rank, size):
     x, y, *_ = data(rank, size)
     made = model()
     made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
@@ -123,7 +123,7 @@ def test_a_saved_model_loads_as_a_distributed_one(rank, size):
         np.testing.assert_allclose(hvd.allreduce(weights), weights, atol=1e-6)
 
 
-def test_callbacks(rank, size):
+def test_callbacks_synchronize_weights_and_metrics_and_scale_the_learning_rate(rank, size):
     x, y, *_ = data(rank, size)
     made = model(seed=rank)
     made.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
@@ -146,7 +146,7 @@ def test_callbacks(rank, size):
     np.testing.assert_allclose(done.history["lr"][-1], 0.1, rtol=1e-5)
 
 
-def test_the_position_in_an_epoch_is_that_of_the_commit(rank, size):
+def test_position_in_an_epoch_is_restored_from_the_commit(rank, size):
     x, y, *_ = data(rank, size)
     steps = -(-len(x) // 2)
     elastic = hvd.elastic
@@ -174,7 +174,7 @@ def test_the_position_in_an_epoch_is_that_of_the_commit(rank, size):
         assert int(made.optimizer.iterations) == 3 * steps
 
 
-def test_an_epoch_that_goes_on_ends_where_it_would_have_with_several_steps_at_once(rank, size):
+def test_resumed_epoch_ends_at_its_last_batch_when_steps_per_execution_is_3(rank, size):
     elastic, made = hvd.elastic, model()
     x, y = np.zeros([10, 4]), np.zeros([10, 1])
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
@@ -185,7 +185,7 @@ def test_an_epoch_that_goes_on_ends_where_it_would_have_with_several_steps_at_on
     assert (state.epoch, state.batch, int(optimizer.iterations)) == (2, 0, 17)
 
 
-def test_a_loss_scale_leaves_a_step_out_on_all_ranks_or_on_none(rank, size):
+def test_loss_scale_skips_a_step_on_all_ranks_when_one_rank_overflows(rank, size):
     x, y, all_x, all_y = data(rank, size, 12)
     wrong = x.copy()
     wrong[0, 0] = np.inf if rank == 0 else 1
@@ -216,7 +216,7 @@ def test_a_loss_scale_leaves_a_step_out_on_all_ranks_or_on_none(rank, size):
             alone.fit(x, y, verbose=0)
 
 
-def test_a_model_of_half_precision_gets_its_loss_scale(rank, size):
+def test_half_precision_model_gets_a_loss_scale_optimizer(rank, size):
     x, y, *_ = data(rank, size)
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
@@ -230,7 +230,7 @@ def test_a_model_of_half_precision_gets_its_loss_scale(rank, size):
     np.testing.assert_allclose(hvd.allreduce(weights), weights, atol=1e-6)
 
 
-def test_batch_norm_over_all_ranks(rank, size):
+def test_sync_batch_norm_equals_batch_norm_over_all_ranks(rank, size):
     every = np.random.RandomState(0).rand(size * 4, 2, 2, 3).astype("float32")
     own = tf.constant(every[rank * 4 : rank * 4 + 4])
     synced, whole = of_tensorflow.SyncBatchNormalization(), keras.layers.BatchNormalization()

@@ -43,7 +43,7 @@ def test_every_dtype_is_summed_and_averaged(rank, size):
         near(given, rank + 1)  # not modified
 
 
-def test_in_place_it_is_the_array_itself(rank, size):
+def test_in_place_allreduce_returns_the_given_array(rank, size):
     given = full(rank)
     assert hvd.allreduce_(given, average=False, name="sum") is given
     near(given, size * (size - 1) / 2)
@@ -59,7 +59,7 @@ def test_reduction_is_given_by_op_or_by_average_and_not_by_both(rank, size):
         hvd.allreduce(given, average=True, op=hvd.Sum)
 
 
-def test_what_the_engine_still_computes_is_waited_for(rank, size):
+def test_allreduce_waits_for_pending_engine_operations(rank, size):
     given = full(1.0, (512, 512))
     for _ in range(5):
         given = mx.nd.dot(given, given) / 512
@@ -68,7 +68,7 @@ def test_what_the_engine_still_computes_is_waited_for(rank, size):
     near(after, 3, rtol=1e-5)
 
 
-def test_slices_and_transposed_arrays(rank, size):
+def test_slices_and_transposed_arrays_are_reduced(rank, size):
     given = mx.nd.arange(6).reshape((2, 3)) * (rank + 1)
     near(
         hvd.allreduce(given.T, average=False), np.arange(6).reshape(2, 3).T * size * (size + 1) / 2
@@ -79,14 +79,14 @@ def test_slices_and_transposed_arrays(rank, size):
     near(whole[0], rank + 1)
 
 
-def test_factors_before_and_after(rank, size):
+def test_prescale_and_postscale_factors_are_applied(rank, size):
     near(
         hvd.allreduce(full(1.0), average=False, prescale_factor=0.5, postscale_factor=3.0),
         1.5 * size,
     )
 
 
-def test_groups(rank, size):
+def test_grouped_allreduce_reduces_all_arrays(rank, size):
     given = [full(rank, dtype=dtype) for dtype in FLOATS]
     for each in hvd.grouped_allreduce(given, average=False, name="group"):
         near(each, size * (size - 1) / 2)
@@ -95,7 +95,7 @@ def test_groups(rank, size):
     assert hvd.grouped_allreduce([]) == [] and hvd.grouped_allreduce_([]) == []
 
 
-def test_allgather_of_different_rows(rank, size):
+def test_allgather_accepts_different_numbers_of_rows(rank, size):
     found = hvd.allgather(full(rank, (rank + 1, 2)))
     near(found[:, 0], [r for r in range(size) for _ in range(r + 1)])
     several = hvd.grouped_allgather([full(rank, (1, 2)), full(rank, (2,), "int32")])
@@ -103,7 +103,7 @@ def test_allgather_of_different_rows(rank, size):
     assert hvd.grouped_allgather([]) == []
 
 
-def test_broadcast(rank, size):
+def test_broadcast_sends_the_array_of_the_root(rank, size):
     given = full(rank)
     near(hvd.broadcast(given, 1), 1)
     near(given, rank)
@@ -111,7 +111,7 @@ def test_broadcast(rank, size):
     near(given, size - 1)
 
 
-def test_alltoall(rank, size):
+def test_alltoall_with_and_without_splits(rank, size):
     near(hvd.alltoall(mx.nd.arange(size) + 10 * rank), [10 * r + rank for r in range(size)])
     splits = mx.nd.array([r + 1 for r in range(size)], dtype="int32")
     rows = mx.nd.full((sum(range(size + 1)),), rank)
@@ -120,7 +120,7 @@ def test_alltoall(rank, size):
     near(found, [r for r in range(size) for _ in range(rank + 1)])
 
 
-def test_reducescatter(rank, size):
+def test_reducescatter_of_uneven_rows(rank, size):
     found = hvd.reducescatter(full(rank + 1, (size + 1, 2)), op=hvd.Sum)
     assert found.shape == ((2 if rank == 0 else 1), 2)
     near(found, size * (size + 1) / 2)
@@ -129,7 +129,7 @@ def test_reducescatter(rank, size):
     assert hvd.grouped_reducescatter([]) == []
 
 
-def test_process_sets(rank, size):
+def test_process_set_reduces_over_its_ranks_only(rank, size):
     others = hvd.add_process_set([1])
     if rank == 1:
         near(hvd.allreduce(full(7.0), average=False, process_set=others), 7)
@@ -137,12 +137,12 @@ def test_process_sets(rank, size):
     assert hvd.global_process_set.size() == size
 
 
-def test_objects(rank, size):
+def test_objects_are_broadcast_and_gathered(rank, size):
     assert hvd.broadcast_object({"rank": rank}, root_rank=1)["rank"] == 1
     assert hvd.allgather_object("x" * rank) == ["x" * r for r in range(size)]
 
 
-def test_the_world(rank, size):
+def test_rank_size_and_build_queries(rank, size):
     assert (hvd.rank(), hvd.size(), hvd.local_size()) == (rank, size, size)
     assert hvd.is_initialized() and hvd.gloo_built() and not hvd.mpi_built()
 
@@ -150,13 +150,13 @@ def test_the_world(rank, size):
 # ---- what does not fit
 
 
-def test_shapes_that_differ_are_told_to_all(rank, size):
+def test_shape_mismatch_raises_an_error_on_all_ranks(rank, size):
     with pytest.raises(TensorMismatch, match=r"rank 0.*rank 1"):
         hvd.allreduce(full(1.0, (2 + rank,)), name="odd")
     near(hvd.allreduce(full(1.0), average=False), size)  # and the world continues
 
 
-def test_what_is_no_array_is_refused(rank, size):
+def test_values_other_than_dense_numeric_arrays_are_refused(rank, size):
     with pytest.raises(TypeError, match="NDArray"):
         hvd.allreduce(np.ones(3))
     with pytest.raises(UnsupportedType, match="tostype"):
@@ -197,7 +197,7 @@ def steps(net, trainer, x, y, batch, count=6):
         trainer.step(batch)
 
 
-def test_a_gluon_trainer_is_one_worker_with_the_whole_batch(rank, size):
+def test_gluon_trainer_equals_one_worker_with_the_whole_batch(rank, size):
     x, y = data()
     tried: list[tuple[Any, dict[str, Any]]] = [
         (("sgd", {"learning_rate": 0.1, "momentum": 0.9}), {}),
@@ -224,7 +224,7 @@ def test_a_gluon_trainer_is_one_worker_with_the_whole_batch(rank, size):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_a_module_style_loop_is_one_worker_with_the_whole_batch(rank, size):
+def test_module_style_loop_equals_one_worker_with_the_whole_batch(rank, size):
     x, y = data()
 
     def module():
@@ -261,7 +261,7 @@ def test_a_module_style_loop_is_one_worker_with_the_whole_batch(rank, size):
         np.testing.assert_allclose(together[name].asnumpy(), value.asnumpy(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_distributed_optimizer_is_the_optimizer_it_was_given(rank, size):
+def test_distributed_optimizer_keeps_the_type_and_attributes_of_the_wrapped_one(rank, size):
     inner = mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9)
     wrapped = hvd.DistributedOptimizer(inner)
     assert isinstance(wrapped, mx.optimizer.Optimizer) and wrapped.momentum == 0.9
@@ -288,7 +288,7 @@ def test_compression_gives_back_the_dtype(rank, size):
     near(gradient, size * (size + 1) / 2)
 
 
-def test_parameters_that_wait_for_data_are_broadcast_when_they_have_a_shape(rank, size):
+def test_parameters_of_deferred_shape_are_broadcast_once_their_shape_is_known(rank, size):
     net = net_of(20 + rank)
     hvd.broadcast_parameters(net.collect_params())
     net(mx.nd.ones((1, 5)))
@@ -298,7 +298,7 @@ def test_parameters_that_wait_for_data_are_broadcast_when_they_have_a_shape(rank
             np.testing.assert_array_equal(a, b)
 
 
-def test_what_can_be_no_parameters_is_refused(rank, size):
+def test_invalid_parameters_and_optimizers_are_refused(rank, size):
     with pytest.raises(ValueError, match="collect_params"):
         hvd.broadcast_parameters([full(1.0)])
     with pytest.raises(ValueError, match="rank"):
@@ -312,7 +312,7 @@ def test_what_can_be_no_parameters_is_refused(rank, size):
 # ---- elastic
 
 
-def test_a_state_goes_back_to_its_commit(rank, size):
+def test_state_is_restored_to_its_commit(rank, size):
     x, y = data()
     for optimizer in (("adam", {"learning_rate": 0.05}), ("sgd", {"momentum": 0.9})):
         net = net_of(3)
@@ -331,7 +331,7 @@ def test_a_state_goes_back_to_its_commit(rank, size):
             np.testing.assert_array_equal(again, before)
 
 
-def test_a_net_without_values_is_no_state(rank, size):
+def test_uninitialized_net_is_refused_as_a_state(rank, size):
     with pytest.raises(Invalid, match=wording.CALL_ONCE):
         hvd.elastic.MXNetState(net_of(1))
     with pytest.raises(Invalid, match="block"):
@@ -341,7 +341,7 @@ def test_a_net_without_values_is_no_state(rank, size):
 # ---- names
 
 
-def test_every_name_is_what_the_page_says(rank, size):
+def test_documented_names_and_exported_names_agree(rank, size):
     page = pathlib.Path(__file__).parents[2] / "docs" / "horovod.md"
     found = set(re.findall(r"`horovod\.mxnet\.([^`]+)`", page.read_text()))
     for path in ("mpi_ops", "functions", "compression"):

@@ -44,7 +44,7 @@ def distributed(optimizer=None, **options):
     return hvd.DistributedOptimizer(optimizer or keras.optimizers.Adam(), **options)
 
 
-def test_right_scripts_that_fit(rank, size):
+def test_correct_scripts_that_call_fit_are_not_reported(rank, size):
     optimizers = [
         distributed(),
         distributed(keras.optimizers.SGD()),
@@ -58,7 +58,7 @@ def test_right_scripts_that_fit(rank, size):
     assert kinds(keras_door.elastic.KerasState(eager, epoch=0), fitting(eager)) == set()
 
 
-def test_a_fit_with_one_mistake(rank, size):
+def test_fit_with_one_mistake_is_reported(rank, size):
     model = compiled(network(), distributed())
     state = keras_door.elastic.KerasState(model)
     assert kinds(state, fitting(model), commits=False) == {Kind.NO_COMMIT}
@@ -69,7 +69,7 @@ def test_a_fit_with_one_mistake(rank, size):
     assert kinds(state, fitting(model)) == {Kind.OPTIMIZER_NOT_IN_STATE}
 
 
-def test_a_fit_whose_gradients_are_never_reduced(rank, size):
+def test_fit_whose_gradients_are_never_reduced_is_reported(rank, size):
     class Averages(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             hvd.allreduce(tf.constant(logs["loss"]))
@@ -112,7 +112,7 @@ class Loop:
         return hvd.elastic.TensorFlowKerasState(self.models[0], self.optimizer, batch=0, **others)
 
 
-def test_right_loops(rank, size):
+def test_correct_loops_have_no_mistakes(rank, size):
     for graph in (True, False):
         loop = Loop(graph=graph)
         assert kinds(loop.state(), loop.over(batches)) == set()
@@ -128,11 +128,11 @@ def test_right_loops(rank, size):
     assert kinds(listed, alone.over(batches)) == set()  # it keeps no reference to the variables
 
 
-def test_a_loop_with_one_mistake(rank, size):
+def test_graph_loop_with_one_mistake_is_reported(rank, size):
     each_mistake(graph=True)
 
 
-def test_an_eager_loop_with_one_mistake(rank, size):
+def test_eager_loop_with_one_mistake_is_reported(rank, size):
     each_mistake(graph=False)
 
 
@@ -150,13 +150,13 @@ def each_mistake(graph):
     assert kinds(loss.state(), loss.over(batches)) == {Kind.ONLY_LOSS_REDUCED}
 
 
-def test_a_step_that_was_traced_before(rank, size):
+def test_unreduced_step_is_reported_when_traced_before(rank, size):
     loop = Loop(tape=False)
     loop.step(X[:8], Y[:8])
     assert kinds(ObjectState(batch=0), loop.over(batches)) == {*BOTH, Kind.NEVER_REDUCED}
 
 
-def test_rows_of_an_embedding_are_gradients(rank, size):
+def test_gradients_of_embedding_rows_are_recognized(rank, size):
     model = keras.Sequential(
         [keras.Input((4,), dtype="int32"), keras.layers.Embedding(500, 1), keras.layers.Flatten()]
     )
@@ -166,7 +166,7 @@ def test_rows_of_an_embedding_are_gradients(rank, size):
     assert kinds(state, lambda _: model.fit(whole, X, batch_size=8, verbose=0)) == set()
 
 
-def test_a_share_of_the_data_that_is_kept(rank, size):
+def test_fixed_share_of_the_data_is_reported(rank, size):
     def shared():
         return batches().shard(hvd.size(), hvd.rank()).repeat().prefetch(1).take(STEPS + 5)
 
@@ -180,7 +180,7 @@ def test_a_share_of_the_data_that_is_kept(rank, size):
     assert kinds(loop.state(), loop.over(other)) == set()
 
 
-def test_nothing_is_wrapped_any_more_after_the_check(rank, size):
+def test_no_function_remains_wrapped_after_the_check(rank, size):
     function = type(tf.function(lambda: None))
     before = function.__call__, keras.optimizers.Adam.apply
     loop = Loop()

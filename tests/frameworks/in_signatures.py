@@ -74,12 +74,12 @@ KERAS = """
 """
 
 
-def test_tensorflow_takes_what_horovods_takes(rank, size):
+def test_tensorflow_signatures_match_horovods(rank, size):
     for line in TENSORFLOW.strip().splitlines():
         signatures.compare(f"horovod.tensorflow.{line.strip()}")
 
 
-def test_keras_takes_what_horovods_takes(rank, size):
+def test_keras_signatures_match_horovods(rank, size):
     for door in ("horovod.keras", "horovod.tensorflow.keras"):
         for line in KERAS.strip().splitlines():
             signatures.compare(f"{door}.{line.strip()}")

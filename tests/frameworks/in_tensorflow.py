@@ -30,7 +30,7 @@ def wide(tensor):
 # ---- allreduce
 
 
-def test_every_dtype_and_op(rank, size):
+def test_allreduce_supports_every_dtype_and_op(rank, size):
     folds: dict[Any, Any] = {
         hvd.Sum: np.sum,
         hvd.Min: np.min,
@@ -51,7 +51,7 @@ def test_every_dtype_and_op(rank, size):
         )
 
 
-def test_eager_and_in_graphs_it_is_the_same(rank, size):
+def test_allreduce_in_eager_mode_and_in_graphs_is_equal(rank, size):
     tensor = tf.constant([[1.0, 2.0], [3.0, 4.0]]) * (rank + 1)
     total = size * (size + 1) / 2
     for call in ways(lambda x: hvd.allreduce(x, op=hvd.Sum, name="sum")):
@@ -60,14 +60,14 @@ def test_eager_and_in_graphs_it_is_the_same(rank, size):
         np.testing.assert_allclose(call(tensor), np.array([[1, 2], [3, 4]]) * total)
 
 
-def test_scalars_empty_tensors_variables_and_lists(rank, size):
+def test_allreduce_accepts_scalars_empty_tensors_variables_and_lists(rank, size):
     assert float(hvd.allreduce(tf.constant(3.0), op=hvd.Sum)) == 3 * size
     assert hvd.allreduce(tf.zeros([0, 3])).shape == (0, 3)
     assert float(hvd.allreduce(tf.Variable(2.0), op=hvd.Sum)) == 2 * size
     assert hvd.allreduce([1.0, 2.0], op=hvd.Sum).numpy().tolist() == [size, 2 * size]
 
 
-def test_a_shape_that_a_graph_does_not_know(rank, size):
+def test_unknown_dimension_in_a_graph_is_kept(rank, size):
     @tf.function(input_signature=[tf.TensorSpec([None, 2])])
     def sums(x):
         made = hvd.allreduce(x, op=hvd.Sum)
@@ -78,7 +78,7 @@ def test_a_shape_that_a_graph_does_not_know(rank, size):
         np.testing.assert_allclose(sums(tf.ones([rows, 2])), np.full([rows, 2], size))
 
 
-def test_factors_before_and_after(rank, size):
+def test_prescale_and_postscale_factors_are_applied(rank, size):
     result = hvd.allreduce(tf.ones(3), op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
     np.testing.assert_allclose(result, [1.5 * size] * 3)
 
@@ -90,7 +90,7 @@ def test_compression_gives_back_the_dtype(rank, size):
         np.testing.assert_allclose(result, [1.5 * size] * 4)
 
 
-def test_a_group_of_several_dtypes(rank, size):
+def test_grouped_allreduce_accepts_several_dtypes(rank, size):
     tensors = [tf.ones(2), tf.ones([2, 2], tf.float64), tf.ones(3, tf.int32)]
     for call in ways(lambda *xs: hvd.grouped_allreduce(list(xs), op=hvd.Sum)):
         for made, given in zip(call(*tensors), tensors, strict=True):
@@ -99,7 +99,7 @@ def test_a_group_of_several_dtypes(rank, size):
     assert hvd.grouped_allreduce([]) == []
 
 
-def test_many_tensors_of_all_sizes_are_returned_in_order(rank, size):
+def test_grouped_tensors_of_all_sizes_are_returned_in_order(rank, size):
     shapes = [[3], [], [0, 2], [2, 2], [5000], [1, 1, 3], [4], [2, 0], [9], [100, 100], [7]]
     tensors = [
         tf.cast(tf.fill(shape, place + rank), dtype)
@@ -113,7 +113,7 @@ def test_many_tensors_of_all_sizes_are_returned_in_order(rank, size):
                 np.testing.assert_allclose(made, np.full(given.shape, wanted(place // 2)))
 
 
-def test_adasum_weighs_each_tensor_of_a_group_for_itself(rank, size):
+def test_adasum_weighs_each_tensor_of_a_group_separately(rank, size):
     if size == 3:
         with pytest.raises(Unsupported, match="2, 4, 8"):
             hvd.allreduce(tf.ones(3), op=hvd.Adasum)
@@ -160,7 +160,7 @@ def _gradient(compute, x):
 # ---- what moves data
 
 
-def test_gathering_rows_of_each_rank(rank, size):
+def test_allgather_concatenates_different_numbers_of_rows(rank, size):
     own = tf.fill([rank + 1, 2], float(rank))
     wanted = np.concatenate([np.full([r + 1, 2], float(r)) for r in range(size)])
     for call in ways(lambda x: hvd.allgather(x)):
@@ -198,7 +198,7 @@ def test_broadcast_and_its_gradient(rank, size):
         hvd.broadcast(tf.ones(1), size)
 
 
-def test_variables_of_the_root(rank, size):
+def test_broadcast_variables_sets_the_values_of_the_root(rank, size):
     variables = [
         tf.Variable(tf.fill([2, 2], float(rank))),
         tf.Variable(rank, dtype=tf.int64),
@@ -214,7 +214,7 @@ def test_variables_of_the_root(rank, size):
         hvd.broadcast_variables([tf.Variable(tf.ones([rank + 1]))], root_rank=0)
 
 
-def test_objects(rank, size):
+def test_objects_are_broadcast_and_gathered(rank, size):
     assert hvd.broadcast_object({"from": rank}, 1) == {"from": 1}
     assert hvd.broadcast_object_fn(root_rank=1)(rank) == 1
     assert hvd.allgather_object([rank] * rank) == [[r] * r for r in range(size)]
@@ -233,7 +233,7 @@ def test_alltoall_with_and_without_splits(rank, size):
         np.testing.assert_allclose(call()[:, 0], np.arange(size) + 1.0)
 
 
-def test_reducescatter_and_its_gradient(rank, size):
+def test_reducescatter_and_its_gradient_in_all_modes(rank, size):
     given = tf.reshape(tf.range(2.0 * size), [size, 2]) * (rank + 1)
     total = size * (size + 1) / 2
     for call in ways(lambda x: hvd.reducescatter(x, op=hvd.Sum)):
@@ -248,14 +248,14 @@ def test_reducescatter_and_its_gradient(rank, size):
 # ---- the world
 
 
-def test_questions_as_operations(rank, size):
+def test_rank_and_size_operations(rank, size):
     for call in ways(lambda: (hvd.rank_op(), hvd.size_op(), hvd.local_rank_op())):
         assert [int(each) for each in call()] == [rank, size, hvd.local_rank()]
     for call in ways(lambda: (hvd.local_size_op(), hvd.process_set_included_op())):
         assert [int(each) for each in call()] == [hvd.local_size(), 1]
 
 
-def test_process_sets(rank, size):
+def test_process_set_reduces_over_its_ranks_only(rank, size):
     members = size - 1
     some = hvd.add_process_set(range(members))
     assert some.process_set_id is not None
@@ -270,7 +270,7 @@ def test_process_sets(rank, size):
         hvd.remove_process_set(some)
 
 
-def test_ranks_that_have_joined_count_as_zeros(rank, size):
+def test_joined_ranks_contribute_zeros(rank, size):
     if rank == 0:
         hvd.allreduce(tf.ones(2), op=hvd.Sum, name="before")
     else:
@@ -292,7 +292,7 @@ def test_shapes_that_differ_are_named_on_every_rank(rank, size):
     np.testing.assert_allclose(hvd.allreduce(tf.ones(2), op=hvd.Sum), [size, size])
 
 
-def test_a_mismatch_has_what_each_rank_has_called(rank, size):
+def test_mismatch_error_lists_the_call_of_each_rank(rank, size):
     with pytest.raises(TensorMismatch) as raised:
         hvd.allreduce(tf.ones([rank + 1]), name="one of each size")
     assert isinstance(raised.value, tf.errors.OpError)
@@ -301,7 +301,7 @@ def test_a_mismatch_has_what_each_rank_has_called(rank, size):
     ]
 
 
-def test_an_error_out_of_a_graph_is_turned_back_into_what_it_was(rank, size):
+def test_error_raised_in_a_graph_is_converted_back_to_its_type(rank, size):
     with pytest.raises(TensorMismatch, match="rank") as raised, unwrapped():
         tf.function(lambda x: hvd.allreduce(x, name="in a graph"))(tf.ones([rank + 1]))
     assert str(raised.value.__cause__).count("Traceback") <= 1  # TensorFlow logs it, twice
@@ -309,7 +309,7 @@ def test_an_error_out_of_a_graph_is_turned_back_into_what_it_was(rank, size):
         raise tf.errors.UnknownError(None, None, "of others")
 
 
-def test_dtypes_that_differ_and_those_that_cannot_be_reduced(rank, size):
+def test_different_or_unsupported_dtypes_are_refused(rank, size):
     with pytest.raises(hvd.HorovodInternalError, match="float64"):
         hvd.allreduce(tf.ones(2, tf.float64 if rank else tf.float32), name="dtypes")
     for given in (tf.constant(["text"]), tf.constant([True])):
@@ -324,7 +324,7 @@ def test_dtypes_that_differ_and_those_that_cannot_be_reduced(rank, size):
 # ---- gradients
 
 
-def test_a_tape_whose_gradients_are_means(rank, size):
+def test_distributed_tape_averages_gradients(rank, size):
     x, y = tf.Variable([1.0, 2.0]), tf.Variable(3.0)
     unused = tf.Variable(1.0)
     mean = (size + 1) / 2
@@ -341,7 +341,7 @@ def test_a_tape_whose_gradients_are_means(rank, size):
         assert of_unused is None
 
 
-def test_a_tape_accepts_one_source_a_nest_and_a_separate_block(rank, size):
+def test_tape_accepts_one_source_a_nest_and_a_finished_tape(rank, size):
     x = tf.Variable(2.0)
     with hvd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
         y = x * x * (rank + 1.0)
@@ -354,7 +354,7 @@ def test_a_tape_accepts_one_source_a_nest_and_a_separate_block(rank, size):
         hvd.DistributedGradientTape(x)
 
 
-def test_a_tape_with_options(rank, size):
+def test_tape_options_are_applied_and_checked(rank, size):
     x = tf.Variable([1.0, 1.0])
     table = tf.Variable(tf.ones([4, 2]))
 
@@ -385,7 +385,7 @@ def test_a_tape_with_options(rank, size):
         gradients(x, op=hvd.Sum, gradient_predivide_factor=2.0)
 
 
-def test_a_tape_with_local_sources(rank, size):
+def test_tape_with_local_sources_does_not_reduce_them(rank, size):
     x, local = tf.Variable(1.0), tf.Variable(1.0)
 
     def gradients(scale):
@@ -419,7 +419,7 @@ def test_ranks_outside_of_a_process_set_keep_their_gradients(rank, size):
         hvd.remove_process_set(some)
 
 
-def test_a_partial_tape_leaves_layers_alone(rank, size):
+def test_partial_tape_does_not_average_gradients_of_local_layers(rank, size):
     import keras
 
     own = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
@@ -432,7 +432,7 @@ def test_a_partial_tape_leaves_layers_alone(rank, size):
     np.testing.assert_allclose(np.ravel(made), [rank + 1.0, (size + 1) / 2])
 
 
-def test_a_thousand_gradients_travel_in_one_call(rank, size):
+def test_thousand_gradients_are_reduced_in_one_call(rank, size):
     from unittest import mock
 
     from elastic.negotiation import submission
@@ -449,7 +449,7 @@ def test_a_thousand_gradients_travel_in_one_call(rank, size):
     assert all(float(each[0]) == (size + 1) / 2 for each in made)
 
 
-def test_gradients_of_several_passes_travel_once(rank, size):
+def test_gradients_of_several_passes_are_reduced_once(rank, size):
     from unittest import mock
 
     from elastic.negotiation import submission
@@ -534,7 +534,7 @@ def test_released_memory_is_reused(rank, size):
 # ---- normalization
 
 
-def test_batch_norm_over_all_ranks(rank, size):
+def test_sync_batch_norm_equals_batch_norm_over_all_ranks(rank, size):
     import keras
 
     every = np.random.RandomState(0).rand(size * 4, 3).astype("float32")
@@ -560,7 +560,7 @@ def test_batch_norm_over_all_ranks(rank, size):
 # ---- TensorFlow 1
 
 
-def test_graphs_of_tensorflow_1(rank, size):
+def test_tensorflow_1_graph_reduces_and_trains(rank, size):
     v1 = tf.compat.v1
     with tf.Graph().as_default():
         x = v1.get_variable("x", initializer=float(rank), use_resource=True)
@@ -583,7 +583,7 @@ def test_graphs_of_tensorflow_1(rank, size):
     np.testing.assert_allclose(now, x, rtol=1e-5)
 
 
-def test_several_passes_in_a_graph_of_tensorflow_1(rank, size):
+def test_tensorflow_1_graph_accumulates_several_passes(rank, size):
     v1 = tf.compat.v1
     for average in (True, False):
         with tf.Graph().as_default():
@@ -607,7 +607,7 @@ def test_several_passes_in_a_graph_of_tensorflow_1(rank, size):
                     assert session.run(step) == number + 1
 
 
-def test_a_state_of_a_session_is_committed_restored_and_brought_to_all(rank, size):
+def test_session_state_is_committed_restored_and_synchronized(rank, size):
     v1 = tf.compat.v1
     with tf.Graph().as_default():
         x = v1.get_variable("x", initializer=[float(rank), 1.0])

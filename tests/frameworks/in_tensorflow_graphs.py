@@ -58,7 +58,7 @@ IN_GRAPHS = {  # building them takes seconds
 WAYS = {"eagerly": of_all, "tf.function": tf.function(of_all), "session": in_a_session}
 
 
-def test_gradients_are_horovods(rank, size):
+def test_gradients_equal_horovods_gradients(rank, size):
     for ranks in (None, *sets(size)):
         among = hvd.global_process_set if ranks is None else hvd.add_process_set(ranks)
         members = list(range(size)) if ranks is None else ranks
@@ -101,7 +101,7 @@ def collective(kind: str, number: int, size: int) -> tuple[Any, Any]:
     return hvd.reducescatter(x, op=hvd.Sum, name=f"many.{number}"), total
 
 
-def test_many_collectives_in_one_run_need_no_thread_each(rank, size):
+def test_many_collectives_in_one_run_complete_on_a_single_thread(rank, size):
     """On each rank in another order, on a pool of one thread."""
     kinds = ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"]
     order = list(range(64))
@@ -115,7 +115,7 @@ def test_many_collectives_in_one_run_need_no_thread_each(rank, size):
                     assert result[0] == made[number][1], number
 
 
-def test_a_graph_can_have_it(rank, size):
+def test_graph_uses_the_asynchronous_operation(rank, size):
     assert async_op.available()
     with tf.Graph().as_default():
         made = hvd.allreduce(tf.ones(1))
@@ -189,7 +189,7 @@ def test_errors_have_tensorflows_classes_as_in_horovod(rank, size):
         hvd.remove_process_set(others)
 
 
-def test_an_error_of_both_kinds_travels_between_processes(rank, size):
+def test_translated_error_survives_pickling(rank, size):
     import pickle
 
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:

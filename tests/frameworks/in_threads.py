@@ -31,7 +31,7 @@ class FakeEpochIterator:
         yield self
 
 
-def test_frames_of_an_error_and_of_what_led_to_it(rank, size):
+def test_objects_in_frames_of_an_error_and_its_cause_are_destroyed_in_a_separate_thread(rank, size):
     for keep in (lambda held: held, FakeEpochIterator):
         said: list[str] = []
         done = threading.Event()
@@ -57,7 +57,7 @@ def test_frames_of_an_error_and_of_what_led_to_it(rank, size):
         assert said == ["elastic-left-behind"]
 
 
-def test_objects_that_exist_on_one_rank_only(rank, size):
+def test_objects_given_to_destroy_are_released_in_a_separate_thread(rank, size):
     said: list[str] = []
     done = threading.Event()
     found = [Held(said, done)]
@@ -67,7 +67,7 @@ def test_objects_that_exist_on_one_rank_only(rank, size):
     assert said == ["elastic-left-behind"]
 
 
-def test_the_end_of_the_process_waits_for_them(rank, size):
+def test_process_exit_waits_for_pending_destructions(rank, size):
     said: list[str] = []
     leftover_variables.destroy([Held(said, threading.Event())])
     leftover_variables.finish()

@@ -31,7 +31,7 @@ def test_a_dataset_of_hugging_face_gives_each_sample_once(dataset, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_its_stream_is_not_dealt_to_loader_workers_twice(dataset, workers):
+def test_stream_is_distributed_to_loader_workers_once(dataset, workers):
     stream = dataset.to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=5)
     loader = elastic.data.DataLoader(stream, batch_size=4, num_workers=workers)
     assert samples(loader) == list(range(LENGTH))
@@ -46,7 +46,7 @@ def test_a_stream_that_was_cut_for_fixed_ranks_is_refused(dataset):
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_a_stateful_loader_becomes_ours(dataset):
+def test_stateful_loader_is_converted(dataset):
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     theirs = torchdata.StatefulDataLoader(dataset, batch_size=4, shuffle=True, num_workers=1)
     loader = elastic.data.from_torch(theirs)

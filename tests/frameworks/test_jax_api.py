@@ -52,7 +52,9 @@ def outcome(running) -> tuple[list[float], set[str], set[str]]:
         pytest.param("outside", 2, marks=pytest.mark.nightly),
     ],
 )
-def test_a_killed_worker_and_its_replacement_leave_the_training_as_undisturbed(job, where, slot):
+def test_training_equals_the_undisturbed_one_after_a_worker_is_killed_and_replaced(
+    job, where, slot
+):
     running = job(
         "-np 3 --min-np 1 --blacklist-cooldown-range 0.1 0.2 -H localhost:3",
         ["python", SCRIPT, "400", where],
@@ -69,7 +71,7 @@ def test_a_killed_worker_and_its_replacement_leave_the_training_as_undisturbed(j
 
 
 @pytest.mark.nightly
-def test_the_example_learns_while_a_worker_is_lost(job):
+def test_example_reaches_its_accuracy_when_a_worker_is_lost(job):
     script = SCRIPT.parents[2] / "examples" / "jax_elastic.py"
     running = job("-np 2 --min-np 1", ["python", script, "40"])
     running.wait_for(r"epoch 3 loss", START_S)

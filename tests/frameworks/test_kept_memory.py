@@ -41,10 +41,10 @@ def faults_a_step(door: str, **environ: str) -> int:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("door", ["horovod.tensorflow", "horovod.keras"])
-def test_it_is_kept(door):
+def test_gradient_memory_is_reused_in_the_next_step(door):
     assert faults_a_step(door) < PAGES / 20
 
 
 @pytest.mark.nightly
-def test_memory_is_released_if_the_user_chose_so():
+def test_memory_is_released_when_the_user_disables_the_pooling_allocator():
     assert faults_a_step("horovod.tensorflow", TF_CPU_ALLOCATOR_USE_BFC="0") > PAGES / 2

@@ -32,7 +32,7 @@ def test_a_script_of_gluon_trains_on_two_workers(job):
     assert float(accuracy) > 0.9
 
 
-def test_an_elastic_loop_loses_a_worker_and_gets_another(job):
+def test_elastic_loop_loses_a_worker_and_gets_a_replacement(job):
     running = job(
         "-np 2 --min-np 1 --blacklist-cooldown-range 0.1 0.2 -H localhost:2",
         ["python", SCRIPTS / "mxnet_elastic.py", "--steps", "1200", "--pause", "0.02"],

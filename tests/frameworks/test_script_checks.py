@@ -38,7 +38,7 @@ CASES = [(case, kinds) for case, kinds in WRONG.items()] + [(case, set()) for ca
         for case, kinds in CASES
     ],
 )
-def test_each_mistake_is_reported_in_the_first_steps_and_nothing_else(job, case, kinds):
+def test_each_mistake_is_reported_in_the_first_steps_without_false_reports(job, case, kinds):
     script = ["python", SCRIPTS / "mistaken_keras.py"]
     training = job("-np 2 --min-np 1", script, env={**ENV, "CASE": case})
     training.succeed(START_S if case in QUICK else PATIENCE_S)
@@ -52,7 +52,9 @@ def test_each_mistake_is_reported_in_the_first_steps_and_nothing_else(job, case,
     "case",
     ["fit", "fit, plain optimizer", "fit, only metrics reduced", "fit, nothing in the state"],
 )
-def test_fit_on_each_backend(job, environment, case):
+def test_script_checks_of_keras_fit_report_expected_mistakes_on_each_backend(
+    job, environment, case
+):
     env = {**ENV, "CASE": case}
     env |= {"TF_USE_LEGACY_KERAS": "1"} if environment == "legacy" else {}
     env |= {} if environment == "legacy" else {"KERAS_BACKEND": environment}
@@ -72,7 +74,7 @@ def test_a_script_that_never_mentions_commits_is_reported(job):
 @pytest.mark.nightly
 @PATIENT
 @pytest.mark.parametrize("example", ["keras_elastic.py", "tensorflow2_elastic.py"])
-def test_examples_are_right(job, example):
+def test_strict_check_finds_no_mistake_in_the_examples(job, example):
     training = job("-np 2 --min-np 1 --strict", command(example), env=ENV)
     training.succeed(PATIENCE_S)
     assert not ANCHOR.findall(training.output)

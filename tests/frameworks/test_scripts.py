@@ -31,7 +31,7 @@ def number(running, pattern: str) -> list[float]:
 
 @pytest.mark.nightly
 @PATIENT
-def test_keras_fit_with_warm_up_and_callbacks(job):
+def test_keras_fit_trains_with_warm_up_and_callbacks(job):
     running = job("-np 2", command("keras_mnist.py", "--epochs 6"), env=ENV)
     running.succeed(PATIENCE_S)
     assert number(running, r"Test accuracy: ([\d.]+)")[0] > 0.8
@@ -40,7 +40,7 @@ def test_keras_fit_with_warm_up_and_callbacks(job):
 
 @pytest.mark.nightly
 @PATIENT
-def test_a_loop_with_a_tape(job):
+def test_custom_loop_with_a_tape_trains(job):
     running = job("-np 2", command("tensorflow2_mnist.py"), env=ENV)
     running.succeed(PATIENCE_S)
     assert number(running, r"Last loss of all ranks: ([\d.]+)")[0] < 1.0
@@ -48,7 +48,7 @@ def test_a_loop_with_a_tape(job):
 
 @pytest.mark.nightly
 @PATIENT
-def test_a_graph_of_tensorflow_1(job):
+def test_tensorflow_1_graph_example_trains(job):
     running = job("-np 2", command("tensorflow1_mnist.py"), env=ENV)
     running.succeed(PATIENCE_S)
     assert max(number(running, r"ended with loss ([\d.]+)")) < 1.0
@@ -56,7 +56,7 @@ def test_a_graph_of_tensorflow_1(job):
 
 @pytest.mark.nightly
 @PATIENT
-def test_the_synthetic_benchmark(job):
+def test_synthetic_benchmark_runs_and_reports(job):
     flags = "--width 64 --num-iters 2 --fp16-allreduce"
     running = job("-np 2", command("tensorflow2_synthetic_benchmark.py", flags), env=ENV)
     running.succeed(PATIENCE_S)
@@ -65,7 +65,7 @@ def test_the_synthetic_benchmark(job):
 
 @pytest.mark.nightly
 @PATIENT
-def test_a_training_job_whose_data_another_job_prepares(job, tmp_path):
+def test_training_job_uses_data_of_a_separate_compute_job(job, tmp_path):
     file = tmp_path / "compute.json"
     service = ["python", "-m", "horovod.tensorflow.data.compute_worker", file, "--timeout", "300"]
     compute = job("-np 2", service, env=ENV)
@@ -77,7 +77,7 @@ def test_a_training_job_whose_data_another_job_prepares(job, tmp_path):
 
 
 @forked
-def test_an_elastic_loop_loses_rank_0_in_a_graph_and_gets_another_worker(job):
+def test_elastic_graph_loop_loses_rank_0_and_gets_a_replacement(job):
     flags = "--steps 240 --pause 0.02"
     running = job(
         "-np 2 --min-np 1 --blacklist-cooldown-range 0.1 0.2 -H localhost:2",
@@ -142,7 +142,7 @@ def test_keras_fit_continues_in_the_middle_of_an_epoch_with_the_same_losses(job,
 @pytest.mark.nightly
 @PATIENT
 @pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
-def test_each_backend(job, backend):
+def test_behaviours_pass_on_each_keras_backend(job, backend):
     script = Path(__file__).with_name("in_each_backend.py")
     running = job("-np 2", ["python", script], env={**ENV, "KERAS_BACKEND": backend})
     running.succeed(PATIENCE_S)
@@ -153,7 +153,7 @@ def test_each_backend(job, backend):
 @pytest.mark.nightly
 @PATIENT
 @pytest.mark.skipif(importlib.util.find_spec("tf_keras") is None, reason="needs tf-keras")
-def test_legacy_keras(job):
+def test_behaviours_pass_with_legacy_keras(job):
     script = Path(__file__).with_name("in_legacy_keras.py")
     env = {**ENV, "TF_USE_LEGACY_KERAS": "1", "PYTHONPATH": str(script.parents[1])}
     running = job("-np 2", ["python", script], env=env)

@@ -9,7 +9,10 @@ from frameworks import behaviours
 
 FIRST_S = 150.0  # imports included
 # Of the script checks; the others create more models of the same kinds.
-QUICK = ("test_a_step_that_was_traced_before", "test_nothing_is_wrapped_any_more_after_the_check")
+QUICK = (
+    "test_unreduced_step_is_reported_when_traced_before",
+    "test_no_function_remains_wrapped_after_the_check",
+)
 
 worlds = pytest.mark.parametrize(
     "world", [2, pytest.param(3, marks=pytest.mark.nightly)], indirect=True, ids="{}-ranks".format
@@ -18,7 +21,7 @@ worlds = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("world", [2], indirect=True, ids="{}-ranks".format)
 @pytest.mark.parametrize("behaviour", behaviours.of("in_threads"))
-def test_what_is_left_behind(world: World, behaviour: str) -> None:
+def test_abandoned_objects(world: World, behaviour: str) -> None:
     world.run(behaviours.call, "in_threads", behaviour, timeout_s=FIRST_S)
 
 

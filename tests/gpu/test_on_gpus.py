@@ -24,11 +24,11 @@ def judge(case: Case, here: Machine, folder: Path) -> None:
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("case", ALL)
-def test_on_one_gpu(case, tmp_path):
+def test_case_passes_on_one_gpu(case, tmp_path):
     judge(case, machine.look(2, None), tmp_path)
 
 
 @pytest.mark.gpu8
 @pytest.mark.parametrize("case", ALL)
-def test_on_eight_gpus(case, tmp_path):
+def test_gpu_cases_pass_on_eight_gpus(case, tmp_path):
     judge(case, machine.look(8, None), tmp_path)

@@ -83,7 +83,7 @@ class CollectivesContract:
                 assert result.dtype == dtype
                 assert torch.equal(result, wanted), dtype
 
-    def test_min_and_max_have_the_same_bits_whoever_has_which_number(self, world):
+    def test_min_and_max_have_the_same_bits_for_any_order_of_ranks(self, world):
         """A single NaN is the result, and -0.0 is less than 0.0."""
         for dtype, op in itertools.product(FLOATS, (Op.MIN, Op.MAX)):
             self.has_the_same_bits(world, dtype, op)
@@ -111,7 +111,7 @@ class CollectivesContract:
             assert torch.equal(result, wanted), (dtype, op)
 
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-    def test_sums_stay_close_to_those_in_double_precision(self, world, dtype):
+    def test_sums_are_close_to_double_precision(self, world, dtype):
         inputs = [
             torch.rand(10_001, generator=torch.Generator().manual_seed(r)).to(dtype)
             for r in range(len(world))
@@ -166,7 +166,7 @@ class CollectivesContract:
             for numbers, divisor, result in results:
                 assert torch.equal(result, numbers * ranks / divisor), (result.dtype, divisor)
 
-    def test_a_scaled_result_is_scaled_once_however_often_it_is_waited_for(self, world):
+    def test_scaled_result_is_scaled_once_for_any_number_of_waits(self, world):
         def reduced(group):
             tensor = torch.ones(5)
             work = group.allreduce(tensor, Op.SUM, scale=0.5)
@@ -198,7 +198,7 @@ class CollectivesContract:
         expected = torch.tensor([20_000 * len(world)]).to(torch.int16)
         assert all((result == expected).all() for result in self.on_all(world, summed))
 
-    def test_what_cannot_be_reduced_is_refused_and_breaks_nothing(self, world):
+    def test_unsupported_reductions_are_refused_without_breaking_the_group(self, world):
         def refused(group):
             with pytest.raises(TypeError, match="bool"):
                 group.allreduce(torch.ones(3, dtype=torch.bool), Op.SUM)
@@ -224,7 +224,7 @@ class CollectivesContract:
 
         assert self.on_all(world, received) == [[]] * len(world)
 
-    def test_allgather_brings_all_ranks_tensors(self, world):
+    def test_allgather_collects_the_tensors_of_all_ranks(self, world):
         for dtype in EVERY:
             self.gathers(world, dtype)
 
@@ -242,7 +242,7 @@ class CollectivesContract:
                 assert torch.equal(output, small(rank, 7, dtype))
 
     @pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float64], ids=str)
-    def test_alltoall_deals_uneven_rows(self, world, dtype):
+    def test_alltoall_exchanges_uneven_rows(self, world, dtype):
         size = len(world)
         counts = [
             [(2 * sender + receiver) % 3 for receiver in range(size)] for sender in range(size)
@@ -263,7 +263,7 @@ class CollectivesContract:
 
         assert all(self.on_all(world, exchanged))
 
-    def test_works_may_be_waited_for_in_any_order_and_again(self, world):
+    def test_works_may_be_awaited_in_any_order_and_repeatedly(self, world):
         def waited(group):
             tensors = [torch.full((100,), float(number)) for number in range(8)]
             works = [group.allreduce(tensor, Op.SUM) for tensor in tensors]
@@ -276,7 +276,7 @@ class CollectivesContract:
         expected = [float(number * len(world)) for number in range(8)]
         assert self.on_all(world, waited) == [expected] * len(world)
 
-    def test_barrier_holds_until_all_have_come(self, world):
+    def test_barrier_holds_until_all_ranks_have_entered(self, world):
         arrived = []
 
         def pass_barrier(group):
@@ -286,7 +286,7 @@ class CollectivesContract:
 
         assert self.on_all(world, pass_barrier) == [len(world)] * len(world)
 
-    def test_a_wait_may_have_a_limit(self, world):
+    def test_wait_may_have_a_time_limit(self, world):
         def limited(group):
             tensor = torch.ones(3)
             work = group.allreduce(tensor, Op.SUM)
@@ -302,7 +302,7 @@ class CollectivesContract:
             for group in world:
                 group.abort()
 
-    def test_abort_wakes_who_waits(self, world):
+    def test_abort_wakes_waiters(self, world):
         if len(world) == 1:
             pytest.skip("nobody waits in a world of one")
         group = world[0]
@@ -318,7 +318,7 @@ class CollectivesContract:
         assert work.done() or group.drain(WAKE_S)
         aborter.join()
 
-    def test_after_an_abort_every_call_fails_at_once(self, world):
+    def test_calls_after_an_abort_fail_at_once(self, world):
         for group in world:
             group.abort()
             group.abort()
@@ -334,7 +334,7 @@ class CollectivesContract:
                 call()
             assert failed.value.aborted
 
-    def test_a_failure_of_one_rank_reaches_the_others(self, world):
+    def test_failure_of_one_rank_reaches_all_ranks(self, world):
         if len(world) == 1:
             pytest.skip("nobody else in a world of one")
 

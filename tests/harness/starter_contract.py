@@ -193,14 +193,14 @@ class StarterContract:
         # The garbage collector may close descriptors of earlier tests meanwhile.
         assert descriptors() <= fds
 
-    async def test_an_agent_has_read_its_bootstrap_when_start_returns(self, opened):
+    async def test_agent_has_read_its_bootstrap_when_start_returns(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             assert bench.told("alpha")["secret"] == SECRET
             assert bench.told("alpha")["drivers"] == ["driver:4000"]
             assert bench.runs("alpha")
 
-    async def test_an_agent_that_does_not_start_says_why_and_troubles_nobody(self, opened):
+    async def test_failed_agent_start_has_a_reason_and_affects_no_other_agent(self, opened):
         async with opened as bench:
             text = await failure(bench.starter, bootstrap("alpha", "wrong"))
             assert text.endswith("the bootstrap message contains no driver address")
@@ -208,7 +208,7 @@ class StarterContract:
             await bench.starter.start(bootstrap("alpha"))
             assert bench.runs("alpha") and bench.runs("beta")
 
-    async def test_closing_ends_those_that_do_not_outlive_us(self, opened):
+    async def test_closing_ends_only_agents_that_do_not_outlive_the_starter(self, opened):
         async with opened as bench:
             await bench.starter.start(bootstrap("alpha"))
             await bench.starter.start(bootstrap("beta", outlives=True))
@@ -217,7 +217,7 @@ class StarterContract:
             assert bench.runs("beta")
             await bench.starter.close()
 
-    async def test_nothing_is_started_after_closing(self, opened):
+    async def test_start_after_closing_fails(self, opened):
         async with opened as bench:
             await bench.starter.close()
             assert "ending" in await failure(bench.starter, bootstrap("alpha"))
@@ -231,13 +231,13 @@ class StarterContract:
             await bench.starter.start(bootstrap("alpha"))
             assert bench.runs("alpha")
 
-    async def test_many_start_at_once(self, opened):
+    async def test_several_agents_start_concurrently(self, opened):
         async with opened as bench:
             hosts = ["alpha", "beta", "gamma"]
             await asyncio.gather(*(bench.starter.start(bootstrap(host)) for host in hosts))
             assert all(bench.runs(host) for host in hosts)
 
-    async def test_a_start_that_is_called_off_leaves_nothing(self, opened):
+    async def test_cancelled_start_can_be_repeated(self, opened):
         async with opened as bench:
             starting = asyncio.create_task(bench.starter.start(bootstrap("alpha", "silent")))
             await asyncio.sleep(0)

@@ -29,7 +29,7 @@ def test_a_node_fetches_at_most_400_mb(image: Image) -> None:
     assert image.packed_mb <= MOST_MB
 
 
-def test_it_holds_the_sources_as_they_are_now(run: Run) -> None:
+def test_image_contains_the_current_sources(run: Run) -> None:
     """Whatever of an earlier build was used."""
     folder = "/opt/venv/lib/python3.11/site-packages"
     listed = run(
@@ -51,12 +51,12 @@ def test_the_same_sources_give_the_same_digest(image: Image) -> None:
     assert again.digest == image.digest
 
 
-def test_it_is_nobody_s_but_user_1000_s(image: Image, run: Run) -> None:
+def test_image_runs_as_user_1000(image: Image, run: Run) -> None:
     assert config(image)["User"] == "1000:1000"
     assert run("id", "--user").succeed().split() == ["1000"]
 
 
-def test_nothing_of_the_machine_that_built_it_is_left(run: Run) -> None:
+def test_no_file_of_the_build_machine_remains_in_the_image(run: Run) -> None:
     places = "/mnt /root /build /wheel /etc/resolv.conf /etc/apt/sources.list /var/log"
     left = run("sh", "-c", f"find {places} -type f -size +0 2>/dev/null; true", flags=["--user=0"])
     files = [file for file in left.succeed().split() if file != "/etc/resolv.conf"]  # its own
@@ -67,7 +67,7 @@ def test_nothing_of_the_machine_that_built_it_is_left(run: Run) -> None:
     }
 
 
-def test_the_command_says_its_version(run: Run) -> None:
+def test_elasticrun_in_the_image_prints_its_version(run: Run) -> None:
     assert run("elasticrun", "--version").succeed().split() == [__version__]
 
 
@@ -84,7 +84,7 @@ def test_two_workers_train_in_one_container(run: Run) -> None:
     assert "step 40, 2 workers" in trained.succeed()
 
 
-def test_what_a_training_imports_is_compiled_already(image: Image) -> None:
+def test_imported_modules_are_precompiled(image: Image) -> None:
     """As root on a root that can be written, where Python would keep what it has to compile."""
     name = "test-compiled"
     imports = "import elastic, horovod.torch, kubernetes.client, aetcd, torch, numpy"
@@ -212,7 +212,7 @@ def compose(image: Image, secret: Path, tmp_path: Path) -> Iterator[Compose]:
         found("down", "--timeout", "0")
 
 
-def test_the_three_hosts_of_compose_survive_what_its_first_lines_say(compose: Compose) -> None:
+def test_compose_hosts_survive_a_kill_and_a_stop(compose: Compose) -> None:
     driver = compose.logs("driver")
     try:
         driver.wait_for("step .*, 3 workers", 60)

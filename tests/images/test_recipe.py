@@ -49,7 +49,7 @@ def from_the_checkout() -> Iterator[str]:
         yield from re.findall(r"--mount=\S*source=([^,]+)", line)
 
 
-def test_no_step_mounts_another_stage() -> None:
+def test_no_build_step_mounts_a_previous_stage() -> None:
     """buildah would take it from its cache although that stage has changed: an image of old sources."""
     assert not [line for line in instructions() if re.search(r"--mount=\S*from=", line)]
 
@@ -78,7 +78,7 @@ def walk(folder: str) -> Iterator[str]:
         yield from (str(Path(here, name).relative_to(ROOT)) for name in files)
 
 
-def test_a_build_gets_all_that_the_wheel_and_the_recipe_are_made_of() -> None:
+def test_build_context_contains_all_inputs_of_wheel_and_recipe() -> None:
     about = PROJECT["project"]
     needed = {"pyproject.toml", about["readme"], *about["license-files"], *from_the_checkout()}
     for folder in (*PROJECT["tool"]["scikit-build"]["wheel"]["packages"], "native"):
@@ -103,11 +103,11 @@ def test_a_build_gets_all_that_the_wheel_and_the_recipe_are_made_of() -> None:
         "elastic/collectives/shared_memory/libelastic_native.so",
     ],
 )
-def test_a_build_gets_nothing_else(path: str) -> None:
+def test_build_context_excludes_other_files(path: str) -> None:
     assert not sent(path)
 
 
-def test_the_recipe_names_what_the_package_has() -> None:
+def test_recipe_names_the_version_and_extras_of_the_package() -> None:
     arguments = dict(re.findall(r"^ARG (\w+)=(.*)$", RECIPE, re.MULTILINE))
     assert arguments["VERSION"] == __version__
     known = PROJECT["project"]["optional-dependencies"]

@@ -44,7 +44,7 @@ def test_each_sample_counts_once_in_every_epoch(monkeypatch):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(0, NIGHTLY, 100))
-def test_in_many_more_jobs(monkeypatch, first):
+def test_schedules_of_many_seeds_keep_the_invariants(monkeypatch, first):
     for seed in range(first, first + 100):
         run(seed, monkeypatch)
 
@@ -52,14 +52,14 @@ def test_in_many_more_jobs(monkeypatch, first):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("seed", [3, 8])
-def test_with_loader_workers(monkeypatch, seed):
+def test_schedules_with_loader_workers_keep_the_invariants(monkeypatch, seed):
     assert run(seed, monkeypatch, most_workers=4).schedule.workers > 0
 
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("first", range(0, NIGHTLY, 100))
-def test_in_many_more_jobs_with_loader_workers(monkeypatch, first):
+def test_schedules_of_many_seeds_with_loader_workers_keep_the_invariants(monkeypatch, first):
     for seed in range(first, first + 100):
         run(seed, monkeypatch, most_workers=4)
 

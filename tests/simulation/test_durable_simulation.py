@@ -274,7 +274,7 @@ class Job:
 
 
 @pytest.mark.parametrize("seed", some())
-def test_whatever_has_a_manifest_is_one_whole_commit_and_none_is_lost(seed, monkeypatch):
+def test_each_manifest_is_one_complete_commit_and_no_durable_commit_is_lost(seed, monkeypatch):
     job = Job(seed, monkeypatch)
     job.run()
     if seed % 2:
@@ -287,7 +287,7 @@ def test_whatever_has_a_manifest_is_one_whole_commit_and_none_is_lost(seed, monk
 
 
 @pytest.mark.slow
-def test_something_becomes_durable_in_most_of_them(monkeypatch):
+def test_most_simulations_write_durable_commits(monkeypatch):
     """A simulation in which nothing is ever written would find nothing."""
     made = []
     for seed in range(4):
@@ -348,7 +348,9 @@ class SpoiltJob(Job):
 
 
 @pytest.mark.parametrize("seed", some())
-def test_whose_gradients_have_spoilt_all_is_told_whatever_becomes_of_the_world(seed, monkeypatch):
+def test_rank_whose_gradients_corrupted_all_replicas_is_found_after_world_and_driver_changes(
+    seed, monkeypatch
+):
     job = SpoiltJob(seed, monkeypatch)
     job.world(job.drawn.randint(3, 4))
     while job.first is None:

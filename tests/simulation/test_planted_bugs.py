@@ -80,7 +80,7 @@ def run(seed: int, bug: Bug) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", SIMULATED)
-def test_the_simulator_finds_it(name, monkeypatch, table):
+def test_simulator_finds_the_planted_bug(name, monkeypatch, table):
     bug = SIMULATED[name]
     bug.plant(monkeypatch.setattr)
     for seed in range(bug.first, bug.first + SEEDS):
@@ -108,7 +108,7 @@ def said(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_a_scenario_finds_it(name, monkeypatch, table):
+def test_scenario_finds_the_planted_bug(name, monkeypatch, table):
     bug, file = TOLD[name]
     text = (SCENARIOS / f"{file}.txt").read_text()
     assert played(text) == text
@@ -211,7 +211,7 @@ def test_without_a_bug_the_checks_hold(check, monkeypatch):
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_a_check_finds_it(name, monkeypatch, table):
+def test_check_finds_the_planted_bug(name, monkeypatch, table):
     bug, check = TRIED[name]
     bug.plant(monkeypatch.setattr)
     with pytest.raises(AssertionError) as caught:

@@ -69,7 +69,7 @@ def simulate(seed: int) -> Outcome:
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, QUICK))]
 )
-def test_nothing_false_is_trained_and_the_job_ends(seed):
+def test_simulated_job_violates_no_invariant_and_ends(seed):
     simulate(seed)
 
 
@@ -81,13 +81,13 @@ def test_nothing_false_is_trained_and_the_job_ends(seed):
         (9114, 5),  # a commit that was under way on a lost connection comes after a newer one
     ],
 )
-def test_seeds_that_have_found_something(seed, workers):
+def test_seeds_of_past_violations_pass(seed, workers):
     Simulation(seed, workers=workers, steps=150, faults=14, silence_s=0.0).run()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", some(range(QUICK, QUICK + MANY, BATCH), 1))
-def test_a_thousand_seeds(first):
+def test_many_simulated_seeds_keep_the_invariants(first):
     for seed in range(first, first + BATCH):
         simulate(seed)
 
@@ -120,24 +120,24 @@ def test_busy_driver_handles_events_together(first, tmp_path):
 
 @pytest.mark.parametrize("seed", some(range(3), 1))
 @pytest.mark.parametrize("workers", range(1, 8))
-def test_small_jobs(workers, seed):
+def test_small_simulated_jobs_succeed(workers, seed):
     outcome = Simulation(seed, workers=workers, steps=60, mild=True).run()
     assert outcome.code == 0, f"seed {seed}: {outcome}"
 
 
-def test_many_workers():
+def test_simulated_job_with_many_workers_succeeds():
     assert Simulation(1, workers=60, steps=10, faults=6, mild=True).run().code == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_members_that_step_together(seed):
+def test_coarse_model_of_a_large_job_succeeds_with_few_workers(seed):
     """The coarse model of large jobs, in small."""
     outcome = Simulation(seed, workers=12, steps=60, faults=8, mild=True, step_s=0.2).run()
     assert outcome.code == 0, f"seed {seed}: {outcome}"
 
 
 @pytest.mark.parametrize("fixed", [True, False])
-def test_job_of_fixed_hosts_ends_with_the_slot_that_it_lacks(fixed):
+def test_job_on_fixed_hosts_ends_when_slots_are_too_few_and_otherwise_at_the_timeout(fixed):
     """A slot whose workers die while they start: only a list that may grow is worth the wait."""
     calm = FaultConditions()
     sim = Simulation(3, workers=2, steps=20, faults=0, mild=True, weather=calm, fixed_hosts=fixed)
@@ -197,7 +197,7 @@ STRIKES = [  # each place, and each way three times, in every run; each way at e
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "frozen_s"), STRIKES)
-def test_a_worker_is_struck_wherever_it_gives_up_control(place, frozen_s):
+def test_worker_can_be_struck_at_each_safepoint(place, frozen_s):
     """Killed, stopped for less than a lease, or fenced and woken later."""
     sim = busy_job(seed=5, delay_s=0.6 if place == "held" else 0.1)
 
@@ -228,7 +228,7 @@ def crash_the_driver(first: int, step: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(1, 21))
-def test_the_driver_crashes_wherever_it_gives_up_control(first):
+def test_driver_can_crash_at_each_safepoint(first):
     crash_the_driver(first, 20)
 
 
@@ -242,7 +242,7 @@ def quiet_job(**more) -> Simulation:
 
 
 @pytest.mark.parametrize("trouble", ["slow", "long"])
-def test_nobody_is_fenced_for_being_slow(trouble):
+def test_slow_worker_is_named_and_not_fenced(trouble):
     sim = quiet_job()
     limit = sim.settings.busy_s * (0.8 if trouble == "slow" else 1.5)
 
@@ -257,7 +257,7 @@ def test_nobody_is_fenced_for_being_slow(trouble):
 
 
 @pytest.mark.parametrize(("trouble", "limit"), [("stuck", "idle_s"), ("spinning", "busy_s")])
-def test_who_is_stuck_is_fenced(trouble, limit):
+def test_stuck_worker_is_fenced(trouble, limit):
     sim = quiet_job()
     victims = []
 
@@ -272,7 +272,7 @@ def test_who_is_stuck_is_fenced(trouble, limit):
     assert outcome.virtual_s < 4.0 + getattr(sim.settings, limit) + 20.0
 
 
-def test_who_is_to_blame_for_a_gpu_that_hangs_is_fenced_and_nobody_else():
+def test_only_the_worker_whose_gpu_hangs_is_fenced():
     sim = quiet_job()
     victims = []
 
@@ -289,7 +289,7 @@ def test_who_is_to_blame_for_a_gpu_that_hangs_is_fenced_and_nobody_else():
     assert outcome.virtual_s < 4.0 + sim.settings.gpu_hang_s + 25.0
 
 
-def test_where_nccl_hangs_nobody_is_fenced_and_all_go_on_in_a_new_world():
+def test_nccl_hang_fences_no_worker_and_all_continue_in_a_new_world():
     sim = quiet_job()
     sim.clock.at(4.0, hang_the_network, sim)
     outcome = sim.run()
@@ -300,7 +300,7 @@ def test_where_nccl_hangs_nobody_is_fenced_and_all_go_on_in_a_new_world():
 
 @pytest.mark.parametrize("first", some(range(0, 16, 4), 1))
 @pytest.mark.slow
-def test_gpus_and_networks_that_hang_never_cost_a_worker_whose_gpu_is_sound(first):
+def test_gpu_and_network_hangs_never_cost_a_worker_with_a_working_gpu(first):
     """While others are slow on their hosts. The simulator looks at each kill; the job has to come to its end."""
     for seed in range(first, first + 4):
         weather = FaultConditions(faults=[*ON_GPUS, kill_one])
@@ -337,7 +337,7 @@ def test_machines_that_announce_their_end_never_cost_the_job(first):
 
 @pytest.mark.parametrize("first", some(range(0, 200, 5), 1))
 @pytest.mark.slow
-def test_where_memory_has_spoilt_all_replicas_nobody_goes_on_from_what_they_held(first):
+def test_job_restarts_from_a_checkpoint_when_all_replicas_are_corrupted(first):
     """While others die and drivers are replaced. What is trained to its end comes from nothing that was spoilt."""
     restarts = 0
     for seed in range(first, first + 5):
@@ -359,7 +359,7 @@ def test_where_memory_has_spoilt_all_replicas_nobody_goes_on_from_what_they_held
 
 @pytest.mark.parametrize("first", some(range(0, 1000, 10), 1))
 @pytest.mark.slow
-def test_worker_when_it_computes_wrongly_then_it_is_named_in_time_and_nobody_else(first):
+def test_only_the_worker_that_computes_wrongly_is_fenced_as_miscomputed_in_time(first):
     """Now and then or always, while others die and drivers are replaced. The simulation checks both."""
     injected = named = 0
     for seed in range(first, first + 10):
@@ -387,7 +387,7 @@ def test_worker_when_it_computes_wrongly_then_it_is_named_in_time_and_nobody_els
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(0, 300, 10))
-def test_stragglers_when_standbys_are_ready_then_they_are_replaced_and_nobody_else(first):
+def test_only_stragglers_are_replaced_when_standbys_are_ready(first):
     """While others die and drivers are replaced. The simulation checks that no straggler is killed."""
     throttled = replaced = 0
     for seed in range(first, first + 10):
@@ -417,7 +417,7 @@ def test_stragglers_when_standbys_are_ready_then_they_are_replaced_and_nobody_el
 @pytest.mark.parametrize(
     ("restarts", "end"), [(None, ReasonKind.ALL_LOST), (0, ReasonKind.ALL_LOST)]
 )
-def test_without_a_checkpoint_to_go_on_from_a_job_that_is_spoilt_ends(restarts, end):
+def test_job_with_corrupted_replicas_and_no_restarts_left_ends(restarts, end):
     sim = quiet_job(restarts=restarts)
     sim.clock.at(4.0, spoil_all, sim)
     outcome = sim.run()
@@ -426,7 +426,7 @@ def test_without_a_checkpoint_to_go_on_from_a_job_that_is_spoilt_ends(restarts, 
 
 
 @pytest.mark.slow
-def test_a_machine_that_stands_still_costs_the_others_a_lease():
+def test_frozen_host_is_left_out_within_a_lease_and_used_again_after_thawing():
     """Its kernel goes on acknowledging. When it is back, its workers change nothing."""
     sim = Simulation(
         3, workers=6, steps=2000, faults=0, mild=True, weather=FaultConditions(), faults_s=60.0
@@ -457,13 +457,13 @@ def test_a_machine_that_stands_still_costs_the_others_a_lease():
 
 @pytest.mark.parametrize("first", some(range(0, 200, 5), 1))
 @pytest.mark.slow
-def test_machines_that_stand_still_never_cost_the_job(first):
+def test_frozen_machines_never_fail_the_job(first):
     """For a moment, or for long enough to be given up, while others die and drivers are replaced."""
     succeed_under(FROZEN, first)
 
 
 @pytest.mark.slow
-def test_what_an_operator_wants_costs_no_step_and_breaks_no_world():
+def test_scale_and_drain_requests_break_no_world_and_kill_no_worker():
     sim = Simulation(3, workers=4, steps=1500, faults=0, mild=True, weather=FaultConditions())
     for at, event in (
         (10.0, events.ScaleRequested(1, 3)),
@@ -503,7 +503,7 @@ def test_a_larger_job_starts_no_more_newcomers_at_once_than_the_machine_has_core
 
 @pytest.mark.parametrize("first", some(range(0, 200, 5), 1))
 @pytest.mark.slow
-def test_operators_never_cost_the_job(first):
+def test_operator_requests_never_fail_a_simulated_job(first):
     """They scale, drain and remove as they like, while workers, hosts and drivers are lost."""
     for seed in range(first, first + 5):
         sim = Simulation(
@@ -523,7 +523,7 @@ def test_operators_never_cost_the_job(first):
 @pytest.mark.parametrize("mild", [True, False])
 @pytest.mark.parametrize("first", some(range(0, 200, 5), 1))
 @pytest.mark.slow
-def test_standbys_take_the_places_of_the_lost(first, mild):
+def test_standbys_replace_lost_workers(first, mild):
     """In all weathers. Nobody who waits is left out while there is a place."""
     took = 0
     for seed in range(first, first + 5):
@@ -553,7 +553,7 @@ def test_no_worker_is_admitted_before_its_health_check_has_passed(first, mild):
     assert failed > 20
 
 
-def test_a_standby_makes_a_loss_good_at_once():
+def test_standby_replaces_a_lost_worker_at_once():
     sim = Simulation(
         3, workers=4, standbys=1, steps=400, weather=FaultConditions(faults=[], struck=0.0)
     )
@@ -569,7 +569,7 @@ def test_a_standby_makes_a_loss_good_at_once():
     assert first in members and second not in members
 
 
-def test_a_zombie_that_no_kill_can_reach_changes_nothing_when_it_wakes():
+def test_unreachable_worker_that_resumes_after_its_fence_exits():
     sim = quiet_job()
     zombies: list[SimulatedWorker] = []
 
@@ -594,7 +594,7 @@ def test_a_zombie_that_no_kill_can_reach_changes_nothing_when_it_wakes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", some(range(0, 12, 6), 1))
-def test_words_of_lost_connections_that_come_late_change_nothing(first):
+def test_late_messages_of_lost_connections_have_no_effect(first):
     """Every piece of every lost connection turns up after all, long after its time."""
     for seed in range(first, first + 6):
         weather = FaultConditions.drawn(seed, mild=True)
@@ -609,19 +609,19 @@ def test_words_of_lost_connections_that_come_late_change_nothing(first):
 # ---- the simulation itself ---------------------------------------------------------------------------------------
 
 
-def test_the_same_seed_is_the_same_run():
+def test_equal_seeds_give_equal_simulations():
     once, again = Simulation(3), Simulation(3)
     assert once.run() == again.run()
     assert once.story() == again.story() != ""
 
 
-def test_chance_is_seeded():
+def test_simulation_does_not_use_the_global_generator():
     state = random.getstate()
     Simulation(11).run()
     assert random.getstate() == state
 
 
-def test_a_violation_names_its_seed_and_tells_the_story(monkeypatch):
+def test_violation_names_its_seed_and_shows_the_events(monkeypatch):
     def planted(self, process):
         raise AssertionError("planted")
 

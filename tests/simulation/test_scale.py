@@ -14,18 +14,18 @@ from harness.golden import raises
 
 
 @pytest.mark.nightly
-def test_hosts_of_a_large_job_fail_and_come_back():
+def test_hosts_of_a_large_job_fail_and_return():
     outcome = Scale(7, workers=400, virtual_s=120.0).run()
     assert outcome.generation >= 8  # four losses, and the way back of each
 
 
-def test_the_first_start_may_finish_when_the_time_is_up():
+def test_first_start_may_finish_after_the_simulated_time():
     outcome = Scale(7, workers=200, virtual_s=1.0, host_failures=0).run()
     assert 1.0 < outcome.virtual_s < 30.0
 
 
 @pytest.mark.parametrize("before_s", [pytest.param(0.5, marks=pytest.mark.slow), 2.5])
-def test_a_regroup_may_finish_when_the_time_is_up(before_s):
+def test_regroup_may_finish_after_the_simulated_time(before_s):
     """A host was lost so shortly before: nobody has noticed yet, or the others are regrouping."""
     scale = Scale(7, workers=200, virtual_s=60.0, host_failures=0)
     scale.simulation.clock.at(60.0 - before_s, scale._lose_a_host)
@@ -36,7 +36,7 @@ def test_a_regroup_may_finish_when_the_time_is_up(before_s):
 
 
 @pytest.mark.slow
-def test_a_job_that_does_not_come_together_again_has_failed(monkeypatch):
+def test_job_that_does_not_reform_its_world_is_a_violation(monkeypatch):
     monkeypatch.setattr(Simulation, "calm", lambda self: None)
     scale = Scale(7, workers=200, virtual_s=60.0, host_failures=0)
     scale.simulation.clock.at(58.0, scale._lose_a_host)
@@ -46,7 +46,7 @@ def test_a_job_that_does_not_come_together_again_has_failed(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_regroup_costs_no_more_than_linearly():
+def test_cost_of_a_regroup_grows_at_most_linearly():
     (small, called), (large, called_large) = counted(50), counted(250)
     assert large.messages <= 5 * small.messages + 100
     assert large.events <= 5 * small.events + 100

@@ -33,7 +33,7 @@ def clean(seed: int, monkeypatch: pytest.MonkeyPatch) -> ShardJob:
 
 
 @pytest.mark.slow
-def test_what_is_committed_has_the_bits_of_a_plain_loop(monkeypatch):
+def test_commits_have_the_bits_of_a_plain_loop(monkeypatch):
     jobs = [clean(seed, monkeypatch) for seed in range(6, 6 + IN_EACH_RUN)]
     assert sum(job.deaths for job in jobs) >= IN_EACH_RUN // 2
     assert sum(job.planned for job in jobs) >= IN_EACH_RUN // 2
@@ -44,16 +44,14 @@ def test_what_is_committed_has_the_bits_of_a_plain_loop(monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(0, NIGHTLY, 100))
-def test_in_many_more_jobs(monkeypatch, first):
+def test_shard_schedules_of_many_seeds_keep_the_invariants(monkeypatch, first):
     for seed in range(first, first + 100):
         clean(seed, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.25, pytest.param(1.0, marks=pytest.mark.nightly)])
-def test_commits_when_shards_are_verified_then_they_have_the_bits_of_a_plain_loop(
-    monkeypatch, share
-):
+def test_commits_of_verified_shards_have_the_bits_of_a_plain_loop(monkeypatch, share):
     """While ranks die, join, and have other shards in most steps."""
     jobs = []
     for seed in range(6, 6 + IN_EACH_RUN):
@@ -65,14 +63,14 @@ def test_commits_when_shards_are_verified_then_they_have_the_bits_of_a_plain_loo
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(0, 200, 50))
-def test_commits_when_shards_are_verified_in_many_more_jobs(monkeypatch, first):
+def test_commits_are_checked_when_shards_are_verified_for_many_seeds(monkeypatch, first):
     for seed in range(first, first + 50):
         with monkeypatch.context() as patch:
             run(seed, patch.setattr, (0.1, 0.5, 1.0)[seed % 3])
 
 
 @pytest.mark.slow
-def test_a_seed_is_a_job(monkeypatch):
+def test_equal_seeds_give_equal_jobs(monkeypatch):
     first, second = clean(7, monkeypatch), clean(7, monkeypatch)
     assert first.schedule == drawn(7)
     assert (first.deaths, first.generation) == (second.deaths, second.generation)

@@ -24,7 +24,7 @@ def simulated(seed: int) -> tuple[ShardedJob, ReasonKind]:
     return job, outcome.reason.kind
 
 
-def test_jobs_go_on_from_the_newest_sealed_commit_or_end_since_too_many_hosts_are_lost():
+def test_jobs_resume_from_the_newest_sealed_commit_or_end_when_too_many_hosts_are_lost():
     found = [simulated(seed) for seed in range(QUICK)]
     assert sum(job.restored for job, _ in found) > QUICK
     ends = {kind for _, kind in found}
@@ -33,7 +33,7 @@ def test_jobs_go_on_from_the_newest_sealed_commit_or_end_since_too_many_hosts_ar
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(QUICK, ALL, 97))
-def test_many_seeds(first: int):
+def test_many_sharded_simulations_keep_the_invariants(first: int):
     for seed in range(first, first + 97):
         simulated(seed)
 
@@ -88,7 +88,7 @@ def test_a_planted_bug_is_found(
         ),
     ],
 )
-def test_a_planted_bug_is_found_in_the_journal_alone(
+def test_planted_bug_is_found_by_the_journal_invariants_alone(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str, bug: Any, invariant: str, first: int
 ):
     monkeypatch.setattr(where, name, bug)

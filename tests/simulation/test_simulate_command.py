@@ -8,7 +8,7 @@ from elastic.driver.journal import journal
 from harness.golden import recorded
 
 
-def test_seeds_are_counted(capsys):
+def test_simulate_reports_the_number_of_seeds(capsys):
     assert main(["simulate", "--seed", "3", "--seeds", "2", "--workers", "4", "--steps", "40"]) == 0
     recorded("output", capsys.readouterr().out)
 
@@ -19,7 +19,7 @@ def test_shards_are_simulated_in_jobs_of_few_workers(capsys):
     assert main(["simulate", "--sharded", "--workers", "300"]) == 2
 
 
-def test_one_seed_tells_its_story_and_its_journal_replays(tmp_path, capsys):
+def test_one_seed_prints_its_events_and_its_journal_replays(tmp_path, capsys):
     path = tmp_path / "seed.jsonl"
     assert main(["simulate", "--seed", "7", "--journal", str(path)]) == 0
     said = capsys.readouterr().out
@@ -30,7 +30,9 @@ def test_one_seed_tells_its_story_and_its_journal_replays(tmp_path, capsys):
     assert journal.main([str(path)]) == 0
 
 
-def test_a_violation_prints_all_that_is_needed_to_see_it_again(tmp_path, capsys, monkeypatch):
+def test_violation_prints_the_command_to_reproduce_and_writes_a_journal(
+    tmp_path, capsys, monkeypatch
+):
     def planted(self, process):
         assert process.recovery.generation < 2, "planted"
 
@@ -47,7 +49,7 @@ def test_a_violation_prints_all_that_is_needed_to_see_it_again(tmp_path, capsys,
     recorded("output", capsys.readouterr().out)
 
 
-def test_a_changed_decision_is_seen_by_replay(tmp_path, capsys):
+def test_changed_decision_is_found_by_replay(tmp_path, capsys):
     path = tmp_path / "seed.jsonl"
     main(["simulate", "--seed", "7", "--workers", "4", "--steps", "40", "--journal", str(path)])
     path.write_text(path.read_text().replace('"kind":"entering"', '"kind":"fell out"'))
@@ -75,13 +77,13 @@ def test_bad_numbers_are_refused(flag, capsys):
         ["--journal", "/tmp"],
     ],
 )
-def test_what_cannot_be_done_is_refused_before_the_run(words, capsys, monkeypatch):
+def test_impossible_options_are_refused_before_the_simulation(words, capsys, monkeypatch):
     monkeypatch.setattr(Simulation, "run", lambda self: pytest.fail("it ran"))
     assert main(["simulate", *words]) == 2
     recorded("output", capsys.readouterr().err)
 
 
-def test_samples_that_nobody_reported_are_not_called_checked(tmp_path, capsys):
+def test_unreported_samples_are_not_counted_as_checked(tmp_path, capsys):
     path = tmp_path / "seed.jsonl"
     main(["simulate", "--workers", "2", "--steps", "5", "--faults", "0", "--journal", str(path)])
     path.write_text(

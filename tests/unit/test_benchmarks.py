@@ -24,7 +24,7 @@ def importable(monkeypatch):
             del sys.modules[name]
 
 
-def test_a_disturbed_round_disturbs_both_and_not_their_ratio():
+def test_disturbed_round_does_not_change_the_ratio():
     import measurements
 
     ours, theirs = [1.0, 1.0, 9.0, 1.0], [2.0, 2.0, 18.0, 2.0]
@@ -40,7 +40,7 @@ def test_a_spread_is_the_median_and_the_quartiles():
     assert measurements.spread([7.0]) == measurements.Spread(7.0, 7.0, 7.0)
 
 
-def test_nobody_always_comes_after_the_same_one():
+def test_order_of_measurements_is_balanced():
     import measurements
 
     assert [measurements.order("ab", turn) for turn in range(4)] == [
@@ -60,13 +60,13 @@ def test_nobody_always_comes_after_the_same_one():
     ("value", "at_least"),
     [(0.87, False), (0.91, False), (0.9, False), (0.9001, False), (0.91, True), (0.87, True)],
 )
-def test_a_mark_says_whether_it_is_met_in_digits_that_show_it(value, at_least):
+def test_mark_is_reported_with_sufficient_digits(value, at_least):
     import measurements
 
     recorded("messages", measurements.Mark("a step", 0.9, value, at_least).sentence())
 
 
-def test_sizes_are_named_as_they_are_spoken_of():
+def test_sizes_are_formatted_with_units():
     import measurements
 
     assert [measurements.size_text(size) for size in (64 << 10, 1 << 20, 256 << 20)] == [
@@ -76,7 +76,7 @@ def test_sizes_are_named_as_they_are_spoken_of():
     ]
 
 
-def test_marks_are_for_the_sizes_that_have_one():
+def test_marks_exist_only_for_configured_sizes():
     import allreduce
     import measurements
 
@@ -97,7 +97,7 @@ def test_pss_is_read_from_the_line_of_that_name():
         memory.pss("Rss: 900 kB\n")
 
 
-def test_what_is_more_than_ddp_is_counted_in_snapshots():
+def test_memory_beyond_ddp_is_counted_in_snapshots():
     import memory
 
     def jobs(*trained, snapshot=0):
@@ -108,7 +108,7 @@ def test_what_is_more_than_ddp_is_counted_in_snapshots():
     recorded("messages", answer.mark().sentence())
 
 
-def test_a_ring_host_by_host_crosses_each_link_once_and_a_dealt_one_with_every_rank():
+def test_ring_by_host_crosses_each_link_once_and_a_dealt_ring_with_every_rank():
     import hierarchy
 
     by_host = [hierarchy.host_of(rank, "hosts", 4, 2) for rank in range(8)]
@@ -119,7 +119,7 @@ def test_a_ring_host_by_host_crosses_each_link_once_and_a_dealt_one_with_every_r
     assert hierarchy.leaving([0, 0]) == 0
 
 
-def test_what_the_links_allow():
+def test_link_rate_and_time_bound_are_computed():
     import hierarchy
 
     assert hierarchy.bits_per_s("100mbit") == 1e8
@@ -127,7 +127,7 @@ def test_what_the_links_allow():
     assert hierarchy.bound_s(4, 100_000_000, 1e9) == pytest.approx(1.2)
 
 
-def test_traffic_is_read_from_where_the_kernel_has_it():
+def test_traffic_is_read_from_the_tcp_info_of_the_kernel():
     import elasticity
 
     info = bytearray(256)
@@ -137,7 +137,7 @@ def test_traffic_is_read_from_where_the_kernel_has_it():
     assert found == elasticity.Traffic(messages_out=1, bytes_out=1000, messages_in=3, bytes_in=3000)
 
 
-def test_an_idle_connection_is_no_cost_of_a_step():
+def test_idle_traffic_is_subtracted_from_the_cost_of_a_step():
     import elasticity
     import measurements
 
@@ -148,7 +148,7 @@ def test_an_idle_connection_is_no_cost_of_a_step():
     assert [mark.met for mark in elasticity.marks_of(answer)] == [True, False]
 
 
-def test_a_trace_is_compressed_and_its_nodes_are_scaled_to_slots():
+def test_trace_is_compressed_and_its_nodes_are_scaled_to_slots():
     import goodput
 
     lines = [f"0,add,node{n}" for n in range(4)]
@@ -158,7 +158,7 @@ def test_a_trace_is_compressed_and_its_nodes_are_scaled_to_slots():
     assert [(each.at, each.slots) for each in found] == [(0.0, 2), (1.0, 1), (3.0, 0), (4.0, 1)]
 
 
-def test_in_a_drawn_trace_all_slots_go_as_often_as_asked():
+def test_drawn_trace_loses_all_slots_at_most_as_often_as_requested():
     import goodput
 
     for seed in range(20):
@@ -169,7 +169,7 @@ def test_in_a_drawn_trace_all_slots_go_as_often_as_asked():
     assert goodput.drawn(3, 300.0, 4, 2) == goodput.drawn(3, 300.0, 4, 2)
 
 
-def test_slots_are_filled_while_the_world_has_a_worker_in_them():
+def test_filled_slots_are_the_share_of_slots_with_a_worker():
     import goodput
 
     slots = [(0.0, 4), (10.0, 2), (20.0, 0)]
@@ -178,7 +178,7 @@ def test_slots_are_filled_while_the_world_has_a_worker_in_them():
     assert goodput.filled(slots, worlds) == pytest.approx((40 - 4 + 20 - 5) / 60)
 
 
-def test_what_is_trained_is_what_was_done_for_the_first_time():
+def test_trained_time_counts_only_first_executions_of_steps():
     import goodput
 
     steps = [(0.1 * n, n) for n in range(1, 11)]  # until 1.0
@@ -190,7 +190,7 @@ def test_what_is_trained_is_what_was_done_for_the_first_time():
     assert goodput.trained_s(times, 0.0, 0.5) == pytest.approx(0.4)
 
 
-def test_peak_when_bytes_come_in_bursts_then_it_is_the_window_with_most():
+def test_peak_is_the_window_with_the_most_bytes():
     import link_counter
 
     samples = link_counter.samples_of("0.00 100\n0.05 100\n0.10 400\n0.15 900\n0.30 950\n0.3")
@@ -201,7 +201,7 @@ def test_peak_when_bytes_come_in_bursts_then_it_is_the_window_with_most():
     assert link_counter.peak(samples[:1], 1.0) == 0
 
 
-def test_sent_bytes_when_read_then_they_are_those_of_the_named_interface():
+def test_sent_bytes_are_read_for_the_named_interface():
     import link_counter
 
     text = "Inter-|   Receive\n face |bytes\n    lo: 7 1 0 0 0 0 0 0 7 1\n  eth0: 90 2 0 0 0 0 0 0 321 4\n"
@@ -210,7 +210,7 @@ def test_sent_bytes_when_read_then_they_are_those_of_the_named_interface():
         link_counter.sent_bytes(text, "eth1")
 
 
-def test_stalls_when_the_world_changes_then_they_are_the_gaps_around_an_entry():
+def test_stalls_are_the_gaps_around_a_world_change():
     import diloco_faults
     from diloco_faults import JOIN, RANK_0, WORKER, Fault
 
@@ -272,7 +272,7 @@ def test_outage_when_the_world_shrinks_and_grows_then_both_gaps_count_separately
     assert both == Outage("a", 1875.0, None, outage.lost_s)
 
 
-def test_outage_when_a_worker_was_killed_or_started_later_then_it_is_no_survivor():
+def test_killed_or_later_started_worker_is_no_survivor_of_an_outage():
     from diloco_outages import Kill, outage_of
 
     kill = Kill(7, 5.0, 8.0)
@@ -281,7 +281,7 @@ def test_outage_when_a_worker_was_killed_or_started_later_then_it_is_no_survivor
     assert outage_of(_trained("c", begin=0.0, end=20.0), kill, 2) is not None
 
 
-def test_steps_in_no_merge_when_a_fragment_has_never_merged_then_all_its_steps_count():
+def test_all_steps_count_as_unmerged_when_a_fragment_has_never_merged():
     from diloco_outages import DELAY, in_no_merge
 
     commits = [float(n) for n in range(30)]
@@ -290,7 +290,7 @@ def test_steps_in_no_merge_when_a_fragment_has_never_merged_then_all_its_steps_c
     assert in_no_merge(commits, [], 2) == 30
 
 
-def test_side_when_digests_of_a_merge_differ_then_it_is_counted():
+def test_merges_with_different_digests_are_counted():
     from diloco_outages import Kill, Quiet, side_of
 
     workers = {7: _trained("a", begin=0.0, end=5.0), 8: _trained("b", begin=0.0, end=20.0)}
@@ -313,7 +313,7 @@ def test_side_when_digests_of_a_merge_differ_then_it_is_counted():
     assert victim == ((32 + 10) + 3 * 41) / 4
 
 
-def test_longest_gaps_overlap_the_measurement_or_the_quiet_time_after_it():
+def test_longest_gaps_overlap_the_measurement_or_the_following_quiet_time():
     from bandwidth_check import longest_gaps, measurements, quiet_windows
     from elastic.driver.events import BandwidthMeasured, MeasureBandwidth
     from elastic.driver.journal.entries import Entry

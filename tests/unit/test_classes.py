@@ -35,13 +35,13 @@ def reaches(uses: list[Use], names: set[str]) -> list[str]:
     ]
 
 
-def test_nobody_uses_private_names_of_another_files_objects():
+def test_no_file_uses_private_names_of_another_files_objects():
     names = set().union(*(each.given for each in product().values()))
     found = {str(f): lines for f, each in product().items() if (lines := reaches(each.uses, names))}
     assert not found
 
 
-def test_a_class_has_its_private_names_to_itself():
+def test_no_subclass_uses_private_names_of_a_base_class_in_another_file():
     """One that inherits from another file's uses what is public there."""
     found = {
         f"{file}:{use.line}: {use.text}"
@@ -63,7 +63,7 @@ def test_a_class_has_its_private_names_to_itself():
         ("tensor._version", []),
     ],
 )
-def test_what_is_taken_for_another_files_object(line, heard):
+def test_uses_of_private_names_of_foreign_objects_are_recognized(line, heard):
     assert reaches(facts_of(line).uses, {"_link", "_version"}) == heard
 
 
@@ -93,7 +93,7 @@ GIVEN_UP = dict(
 )
 
 
-def test_no_name_comes_back_that_the_field_does_not_know():
+def test_no_replaced_name_is_used_again():
     found = {
         f"{name} in {file.relative_to(ROOT)}": f"call it {GIVEN_UP[name]}"
         for file, each in product().items()

@@ -83,7 +83,7 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-def test_every_link_leads_somewhere():
+def test_relative_links_and_anchors_exist():
     lines = ((page, *found) for page in PAGES for found in prose(page.read_text()))
     for page, number, line in lines:
         for target in _LINK.findall(line):
@@ -118,7 +118,7 @@ def code(script: Path) -> list[str]:
     return [line.split("  #")[0].strip() for line in lines if line.strip()]
 
 
-def test_pages_quote_how_many_lines_an_elastic_script_changes():
+def test_pages_quote_the_number_of_lines_an_elastic_script_changes():
     found = _COUNTED.findall((DOCS / "pytorch.md").read_text())
     assert len(found) == 2
     for before, after, changed, whole in found:
@@ -153,7 +153,7 @@ def quoted() -> Iterator[tuple[str, str, str]]:
                 )
 
 
-def test_every_flag_in_a_quoted_command_is_there():
+def test_every_flag_in_a_quoted_command_exists():
     known = {
         name: {flag for action in parser().actions for flag in action.option_strings}
         for name, parser in reference().COMMANDS.items()
@@ -165,7 +165,7 @@ def test_every_flag_in_a_quoted_command_is_there():
             assert flag in known[name], f"{where}: {name} has no flag {flag}"
 
 
-def test_every_flag_in_a_quoted_command_of_the_fault_tools_is_there():
+def test_every_flag_in_a_quoted_command_of_the_fault_tools_exists():
     seen = [(p.name, *each) for p in PAGES for each in _TOOL.findall(p.read_text())]
     assert len(seen) > 15, "they are found"
     commands = {tool.program: tool.commands for tool in (CHAOS, STRESS)}
@@ -178,7 +178,7 @@ def test_every_flag_in_a_quoted_command_of_the_fault_tools_is_there():
             assert flag in known, f"{page}: {name} has no flag {flag}"
 
 
-def test_every_program_that_is_named_is_there():
+def test_every_named_program_exists():
     seen = 0
     for page in PAGES:
         text = page.read_text()
@@ -191,7 +191,7 @@ def test_every_program_that_is_named_is_there():
     assert seen > 10
 
 
-def test_every_file_that_is_named_is_there():
+def test_every_named_file_exists():
     seen = 0
     for page in PAGES:
         for file in _FILE.findall(page.read_text()):
@@ -200,7 +200,7 @@ def test_every_file_that_is_named_is_there():
     assert seen > 30
 
 
-def test_every_target_of_make_that_is_named_is_there():
+def test_every_named_make_target_exists():
     made = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
         for target in map("".join, _MAKE.findall(page.read_text())):
@@ -209,11 +209,11 @@ def test_every_target_of_make_that_is_named_is_there():
             ), f"{page.name}: make {target}"
 
 
-def test_reference_pages_are_those_that_the_code_makes():
+def test_reference_pages_match_the_code():
     assert not reference().outdated(), "run: python docs/site/reference.py"
 
 
-def test_every_command_has_its_part_in_the_reference():
+def test_every_command_has_a_section_in_the_reference():
     """`cli.main` knows them by their first word."""
     tree = ast.parse((ROOT / "driver/commandline/cli.py").read_text())
     [main] = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main"]
@@ -254,7 +254,7 @@ def shown_strings() -> Iterator[tuple[Path, str]]:
                 yield file, node.value
 
 
-def test_a_sentence_names_no_page_by_a_path_that_is_not_installed():
+def test_messages_name_no_page_by_an_uninstalled_path():
     named = [
         f"{file.relative_to(ROOT)}: {text[:80]}"
         for file, text in shown_strings()
@@ -263,7 +263,7 @@ def test_a_sentence_names_no_page_by_a_path_that_is_not_installed():
     assert not named
 
 
-def test_every_page_that_a_sentence_names_is_shown_by_the_command(capsys):
+def test_every_page_named_in_a_message_is_shown_by_the_docs_command(capsys):
     named = {found for _, text in shown_strings() for found in _SHOWN.findall(text)}
     assert {"many-hosts", "checkpoints", "spot", "detection"} <= {page for page, _ in named}
     for page, section in sorted(named):
@@ -273,7 +273,7 @@ def test_every_page_that_a_sentence_names_is_shown_by_the_command(capsys):
         assert docs_cli.main([f"{PAGE}#{kind.value}"]) == 0
 
 
-def test_every_page_stands_in_the_navigation():
+def test_navigation_lists_exactly_the_existing_pages():
     class Loader(yaml.SafeLoader):
         """mkdocs has tags of its own."""
 

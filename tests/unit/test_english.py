@@ -124,7 +124,7 @@ def test_phrases_that_are_not_plain_english_do_not_increase(kind):
     assert len(phrases) <= MOST[kind], f"{len(phrases)} {kind}: python {__file__} {kind!r}"
 
 
-def test_a_sentence_that_a_text_contains_twice_is_found():
+def test_repeated_sentence_is_found():
     texts = [
         "Stop all workers.\n\nStop them all now at once.  Stop them all now\nat once. Stop.",
         "Stop.",
@@ -132,7 +132,7 @@ def test_a_sentence_that_a_text_contains_twice_is_found():
     assert repeated(texts) == ["Stop them all now at once."]
 
 
-def test_plain_english_is_not_counted():
+def test_plain_english_is_not_counted_as_odd():
     plain = ["Whether it is lost, for a user who can write to the folder.", "Training resumes."]
     assert found(PHRASES, plain) == found(OPENINGS, plain) == []
     odd = ["Who is lost.", "Training goes on without it."]

@@ -28,7 +28,7 @@ def ends(script: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc's on_exit")
-def test_what_cpp_would_take_down_at_the_end_is_not_waited_for(tmp_path):
+def test_exit_does_not_wait_for_a_hanging_cpp_exit_handler(tmp_path):
     done = ends(
         """
         libc.on_exit(ctypes.cast(libc.pause, ctypes.c_void_p), None)  # as a destructor that waits for the thread
@@ -40,7 +40,7 @@ def test_what_cpp_would_take_down_at_the_end_is_not_waited_for(tmp_path):
     assert (done.returncode, done.stdout) == (3, "all is said"), done.stderr
 
 
-def test_an_interpreter_that_does_not_come_to_its_end_is_ended_and_shows_its_stacks():
+def test_interpreter_that_does_not_exit_is_ended_with_its_stacks():
     done = ends(
         """
         atexit.register(libc.pause)

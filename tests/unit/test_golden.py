@@ -24,7 +24,7 @@ def test_number_of_this_process_is_replaced(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["it needs root", "vm.max_map_count is low", "the host is lost"])
-def test_words_are_kept_that_are_also_names_of_a_user_or_a_machine(monkeypatch, text):
+def test_words_equal_to_names_of_the_user_or_machine_are_kept(monkeypatch, text):
     monkeypatch.setattr(getpass, "getuser", lambda: "root")
     monkeypatch.setattr(socket, "gethostname", lambda: "vm" if "vm" in text else "host")
     assert steady(text) == text

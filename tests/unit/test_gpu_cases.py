@@ -26,13 +26,13 @@ HERE = Machine(gpus=1, ranks=1, why_few="", versions={}, made_up=False, small=Tr
         (8, (2, 30), 8),
     ],
 )
-def test_one_gpu_takes_two_ranks_from_nccl_2_30_on(gpus, nccl, ranks):
+def test_single_gpu_allows_two_ranks_from_nccl_2_30_on(gpus, nccl, ranks):
     possible, why_few = machine.ranks_possible(gpus, nccl)
     assert possible == ranks
     assert bool(why_few) == (ranks == 1)
 
 
-def test_each_case_has_a_module_and_a_number_of_its_own():
+def test_each_case_has_its_own_module_and_number():
     folder = Path(running.__file__).parent / "cases"
     assert {case.name for case in listed.CASES} == {path.stem for path in folder.glob("*.py")}
     assert [case.number for case in listed.CASES] == list(range(1, len(listed.CASES) + 1))
@@ -55,9 +55,7 @@ def outcome_of(
 
 
 @pytest.mark.slow
-def test_a_case_that_hangs_is_ended_with_its_children_and_what_it_had_found_is_kept(
-    tmp_path, monkeypatch
-):
+def test_case_that_hangs_is_ended_with_its_children_and_keeps_its_figures(tmp_path, monkeypatch):
     body = (
         "from gpu.programs import environment; env = environment(machine); child = subprocess.Popen(['sleep', '99'],"
         " env=env, start_new_session=True); result.figure('child', child.pid); time.sleep(99)"
@@ -69,7 +67,7 @@ def test_a_case_that_hangs_is_ended_with_its_children_and_what_it_had_found_is_k
     assert not left.exists() or left.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_a_case_that_crashes_has_failed_with_its_last_words(tmp_path, monkeypatch):
+def test_case_that_crashes_fails_with_its_last_output(tmp_path, monkeypatch):
     body = "print('its last words', flush=True); os._exit(0)"
     outcome = outcome_of(body, 20.0, tmp_path, monkeypatch)
     assert outcome["ok"] is False
@@ -77,7 +75,7 @@ def test_a_case_that_crashes_has_failed_with_its_last_words(tmp_path, monkeypatc
     recorded("messages", outcome["reason"])
 
 
-def test_a_case_may_be_skipped_with_a_reason(tmp_path, monkeypatch):
+def test_gpu_case_may_be_skipped_with_a_reason(tmp_path, monkeypatch):
     body = "from gpu.results import Skipped; raise Skipped('there is no second GPU')"
     outcome = outcome_of(body, 20.0, tmp_path, monkeypatch)
     assert outcome["ok"] is None

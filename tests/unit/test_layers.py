@@ -154,7 +154,7 @@ def bare(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_decides_names_no_clock_socket_thread_or_torch():
+def test_pure_files_name_no_clock_socket_thread_or_torch():
     assert len(pure()) > 140, "files that say so are found"
     for file in pure():
         found = facts(file)
@@ -164,7 +164,7 @@ def test_what_decides_names_no_clock_socket_thread_or_torch():
         assert not named & (IMPURE - drawn), file
 
 
-def test_what_decides_imports_without_torch_or_a_socket():
+def test_pure_files_import_neither_torch_nor_sockets():
     modules = [dotted(file) for file in pure()]
     bare(
         "import importlib, sys\n"
@@ -187,7 +187,7 @@ def test_the_driver_never_imports_torch():
     )
 
 
-def test_importing_elastic_starts_nothing():
+def test_importing_elastic_starts_no_thread_and_no_heavy_import():
     bare(
         "import elastic, sys, threading\n"
         "loaded = {'torch', 'asyncio', 'elastic.driver'} & set(sys.modules)\n"
@@ -209,7 +209,7 @@ def test_the_worker_side_never_imports_the_driver():
             assert not within(name, "elastic.driver"), f"{file}:{line} imports {name}"
 
 
-def test_the_driver_imports_only_what_both_sides_share():
+def test_driver_imports_only_shared_packages():
     shared = {
         "elastic.driver",
         "elastic.errors",
@@ -235,7 +235,7 @@ def test_the_driver_imports_only_what_both_sides_share():
             assert any(within(other, each) for each in shared), f"{name} imports {other}"
 
 
-def test_nobody_imports_driver_by_its_folder():
+def test_no_file_imports_driver_by_its_folder():
     by_folder = re.compile(
         r"^\s*(?:from|import) (?:driver|chaos)\b(?=.* import |\.|,|$)", re.MULTILINE
     )
@@ -244,13 +244,13 @@ def test_nobody_imports_driver_by_its_folder():
         assert not (found := by_folder.search(file.read_text())), f"{file}: {found}"
 
 
-def test_scripts_have_names_of_their_own():
+def test_example_and_benchmark_file_names_are_unique():
     """mypy finds examples and benchmarks by the same names as Python does: two of one name stop it."""
     names = [file.stem for file in sources("examples", "benchmarks") if "horovod" not in file.parts]
     assert [name for name in names if names.count(name) > 1 and name != "__init__"] == []
 
 
-def test_the_product_names_no_test():
+def test_product_imports_no_test():
     """What is installed has none: a file that is needed belongs to the product."""
     folders = {folder.name for folder in (ROOT / "tests").iterdir() if folder.is_dir()}
     for file in sources(*INSTALLED):
@@ -286,14 +286,14 @@ def room(name: str) -> str:
     return name if name in LEVEL else name.rpartition(".")[0]
 
 
-def test_every_folder_has_its_place():
+def test_every_folder_has_a_level():
     for top in ORDERED:
         for file in sources(top):
             if file.name != "__init__.py":
                 assert room(dotted(file)) in LEVEL, f"{file} stands in no line of ROOMS"
 
 
-def test_a_room_itself_is_empty():
+def test_package_init_files_are_empty_except_for_public_packages():
     """Rooms that are packages for users give names, some at their first use; failpoints is a room of one door."""
     doors = "elastic elastic.data elastic.failpoints elastic.integrations.lightning elastic.jax"
     doors += " elastic.ray elastic.spark elastic.state elastic.torch_backend"
@@ -302,7 +302,7 @@ def test_a_room_itself_is_empty():
     assert full == set(doors.split())
 
 
-def test_no_room_imports_from_one_that_stands_on_it():
+def test_no_package_imports_from_a_higher_level():
     up = [
         f"{name} imports {other}"
         for name, others in imports().items()
@@ -312,7 +312,7 @@ def test_no_room_imports_from_one_that_stands_on_it():
     assert not up, "\n".join(up)
 
 
-def test_no_files_import_each_other():
+def test_no_files_import_each_other_in_cycles():
     edges = imports()
 
     def reached(start: str) -> set[str]:
@@ -334,7 +334,7 @@ def test_no_files_import_each_other():
 
 
 @pytest.mark.parametrize("side", ORDERED)
-def test_no_two_classes_of_one_side_have_the_same_name(side):
+def test_class_names_are_unique_within_a_side(side):
     places: dict[str, list[str]] = {}
     for file in sources(side):
         for name, line, _ in facts(file).classes:
@@ -342,7 +342,7 @@ def test_no_two_classes_of_one_side_have_the_same_name(side):
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
-def test_unit_tests_stand_in_the_rooms_of_what_they_test():
+def test_unit_tests_mirror_the_folders_of_the_product():
     tests = ROOT / "tests" / "unit"
     for room in INSTALLED:
         for file in sources(f"tests/unit/{room}"):

@@ -21,7 +21,7 @@ def test_none(): subprocess.run([sys.executable, "-c", ""], check=True)
 """
 
 
-def test_descendants_and_orphans_are_told_of_and_no_others():
+def test_only_descendants_and_orphans_of_the_run_are_reported():
     mine, test = {MARK: "m"}, {"PYTEST_CURRENT_TEST": "test_x.py::test_y (call)"}
     processes = {
         1: Process(0, 1.0, "init", {}),
@@ -47,7 +47,7 @@ def test_descendants_and_orphans_are_told_of_and_no_others():
 
 
 @pytest.mark.parametrize("processes", [(), ("-p", "xdist", "-n", "1")])
-def test_a_run_says_what_its_tests_leave_behind(tmp_path, processes):
+def test_run_reports_processes_left_behind_by_its_tests(tmp_path, processes):
     (tmp_path / "test_it.py").write_text(LEAVES)
     plugins = ("-p", "harness.leftovers", "-p", "no:cacheprovider", *processes)
     command = (sys.executable, "-m", "pytest", *plugins, "--rootdir", str(tmp_path), "test_it.py")

@@ -10,7 +10,7 @@ from harness import processes
 from harness.processes import in_session, marked
 
 
-def test_one_that_became_a_zombie_meanwhile_does_not_count(monkeypatch):
+def test_process_that_became_a_zombie_during_the_search_does_not_count(monkeypatch):
     process = create_autospec(psutil.Process, instance=True)
     process.pid = 1
     # As psutil reports it if it was alive at the first query.

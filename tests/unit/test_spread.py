@@ -19,13 +19,13 @@ HARNESS = Path(__file__).parents[1]
 NAMES = ("first", "second", "last")
 
 
-def test_what_takes_longest_begins_first():
+def test_longest_scopes_are_scheduled_first():
     first, ray, unit = "cluster", "tests/integration/ray/test_ray_faults.py", "tests/unit/test_x.py"
     scopes = [unit, ray, "tests/unit/test_a.py", first]
     assert longest_first(scopes) == [first, ray, unit, "tests/unit/test_a.py"]
 
 
-def test_who_takes_the_place_of_one_that_died_has_no_work_before_it_has_collected_the_tests(
+def test_replacement_process_gets_no_work_before_its_collection(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ):
     """Two that die at once: the first to take a place is ready, and the second is not."""
@@ -57,7 +57,7 @@ def test_who_takes_the_place_of_one_that_died_has_no_work_before_it_has_collecte
     assert fourth.send_runtest_some.called
 
 
-def test_the_filler_has_what_is_light_and_the_others_have_it_when_nothing_else_is_left(
+def test_filler_gets_light_tests_and_other_processes_get_them_last(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(request.config.option, "tx", ["3*popen"], raising=False)
@@ -95,7 +95,7 @@ def test_the_filler_has_what_is_light_and_the_others_have_it_when_nothing_else_i
 
 
 @pytest.mark.slow
-def test_a_run_ends_with_all_other_tests_run(tmp_path: Path):
+def test_run_completes_all_other_tests_after_a_crash(tmp_path: Path):
     """Whether the first of a file dies or the last."""
     for module, dies in (("one", ""), ("two", "first"), ("three", "last")):
         bodies = {name: "os._exit(3)" if name == dies else "None" for name in NAMES}
@@ -117,7 +117,7 @@ def test_a_run_ends_with_all_other_tests_run(tmp_path: Path):
         assert f"crashed while running '{died}'" in done.stdout
 
 
-def test_modules_that_share_a_cluster_run_one_after_another_in_one_process():
+def test_modules_that_share_a_cluster_run_consecutively_in_one_process():
     first, other, second = (
         f"tests/integration/ray/test_ray_{name}.py::test_it"
         for name in ("discovery", "faults", "journal")

@@ -44,7 +44,7 @@ def sentences() -> str:
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_the_product_says_it(name, sentences):
+def test_expected_wording_occurs_in_the_product(name, sentences):
     """What stands between facts: as it is there, or half of it, as a worker or a job may be named within."""
     text = re.sub(
         r"\\[dswSb][+*]?|%s|\.\*|\[\^?\S-\S\]|[()|^$]", "\0", PATTERNS[name].replace(r"\(", "(")

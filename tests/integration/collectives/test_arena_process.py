@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Run:
     ("limit", "size", "advice"),
     [(resource.RLIMIT_FSIZE, 1 << 20, "ulimit -f"), (resource.RLIMIT_AS, 1 << 34, "ulimit -v")],
 )
-def test_a_real_limit_leaves_no_descriptor_behind(run: Run, limit, size, advice):
+def test_arena_refused_by_a_limit_leaves_no_open_descriptor(run: Run, limit, size, advice):
     program = (
         "import os, resource\n"
         "from elastic.collectives.shared_memory import arena\n"
@@ -43,7 +43,7 @@ def test_a_real_limit_leaves_no_descriptor_behind(run: Run, limit, size, advice)
     run(program)
 
 
-def test_a_forked_child_changes_nothing_of_its_parent(run: Run):
+def test_forked_child_does_not_modify_the_arena_of_its_parent(run: Run):
     program = (
         "import os, torch\n"
         "from elastic.collectives.shared_memory import arena\n"
@@ -72,7 +72,7 @@ def test_a_forked_child_changes_nothing_of_its_parent(run: Run):
     run(program)
 
 
-def test_a_tensor_may_outlive_the_program(run: Run):
+def test_arena_tensor_may_outlive_the_interpreter(run: Run):
     run(
         "import torch\n"
         "from elastic.collectives.shared_memory import arena\n"

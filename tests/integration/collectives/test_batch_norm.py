@@ -77,7 +77,7 @@ def plain_dtype(batch: torch.Tensor) -> torch.dtype:
 
 
 @on_all
-def test_a_rank_may_bring_nothing(rank, size):
+def test_rank_may_have_an_empty_batch(rank, size):
     layer = filled(SyncBatchNorm(3))
     batches = [random(3 * (r % 2), 3, 4, seed=r) for r in range(size)]
     compare(rank, layer, batches, 2e-5)
@@ -102,7 +102,7 @@ def test_half_precision_is_normalized_in_float32(rank, size):
 
 
 @on_all
-def test_a_large_mean_costs_no_digits(rank, size):
+def test_large_mean_does_not_reduce_the_accuracy(rank, size):
     layer = SyncBatchNorm(2, affine=False)
     batches = [random(50, 2, seed=r) + 4096 for r in range(size)]  # of which float32 keeps 11 bits
     expected = torch.nn.BatchNorm1d(2, affine=False, dtype=torch.float64)(
@@ -138,7 +138,7 @@ def test_layers_are_copied_saved_and_loaded(rank, size):
         compare(rank, each, batches, 2e-5)
 
 
-def test_when_a_rank_is_killed_the_others_layers_raise(ranks):
+def test_layers_of_surviving_ranks_raise_when_a_rank_is_killed(ranks):
     """Last, because it ends the world."""
 
     def train(rank: int, size: int) -> str:

@@ -111,7 +111,7 @@ def run_partly_weighted(rank: int, size: int, dtype: Any) -> str:
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(None, "TensorMismatch"), (torch.int8, "Invalid")])
-def test_tokens_of_one_rank_only_raise_an_error_on_both(dtype, error):
+def test_token_weight_given_by_one_rank_only_raises_an_error_on_both_ranks(dtype, error):
     for pair in in_a_world(2):
         assert pair.run(run_partly_weighted, dtype) == [error, error]
 
@@ -214,7 +214,7 @@ def run_quantized(rank: int, size: int) -> tuple[list[torch.Tensor], ...]:
     return before, inner, [each.detach().clone() for each in made.outer], made._residuals
 
 
-def test_mean_of_quantized_changes_is_the_true_one_minus_the_mean_residual(pair):
+def test_mean_of_quantized_changes_is_the_exact_mean_minus_the_mean_residual(pair):
     (before, first, outer, errors), (_, second, theirs, other_errors) = pair.run(run_quantized)
     assert all(map(torch.equal, outer, theirs))
 
@@ -272,7 +272,7 @@ def run_torn_at_the_end(
 
 
 @pytest.mark.parametrize("by_run", [True, False])
-def test_rank_whose_last_merge_broke_has_the_parameters_of_the_other_without_a_further_step(
+def test_rank_whose_last_merge_broke_gets_the_parameters_of_its_peer_without_a_further_step(
     pair, by_run
 ):
     (first, merged, _), (second, theirs, _) = pair.run(run_torn_at_the_end, by_run)
@@ -280,7 +280,7 @@ def test_rank_whose_last_merge_broke_has_the_parameters_of_the_other_without_a_f
     assert all(map(torch.equal, first, second))
 
 
-def test_rank_whose_collective_broke_takes_the_merge_of_the_other(pair):
+def test_rank_whose_collective_broke_adopts_the_merge_of_its_peer(pair):
     (first, merged, inner), (second, theirs, _) = pair.run(run_torn)
     assert merged == theirs == [2]
     assert all(map(torch.equal, first, second))

@@ -68,7 +68,7 @@ def total(groups: list[Collectives], world: World) -> list[float]:
 # ---- what an abort leaves alone ----------------------------------------------------------------
 
 
-def test_an_abort_ends_one_group_and_no_other(world):
+def test_abort_of_one_group_does_not_affect_other_groups(world):
     named, gradients = world.group("named"), world.group("gradients")
     named[1].abort()
     with pytest.raises(CollectiveFailed):
@@ -76,7 +76,7 @@ def test_an_abort_ends_one_group_and_no_other(world):
     assert total(gradients, world) == [6.0, 6.0, 6.0]
 
 
-def test_an_abort_leaves_the_users_sockets_alone(world):
+def test_abort_does_not_close_sockets_of_the_user(world):
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = socket.create_connection(server.getsockname(), timeout=5)
         accepted, _ = server.accept()
@@ -91,7 +91,7 @@ def test_an_abort_leaves_the_users_sockets_alone(world):
             server.accept()[0].close()
 
 
-def test_an_abort_leaves_the_users_default_process_group_alone(world):
+def test_abort_does_not_affect_the_default_process_group_of_the_user(world):
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -108,7 +108,7 @@ def test_an_abort_leaves_the_users_default_process_group_alone(world):
         torch.distributed.destroy_process_group()
 
 
-def test_no_descriptor_is_left_after_many_generations():
+def test_descriptors_are_closed_after_many_generations():
     def once(generation: int) -> None:
         world = World(3, generation)
         groups = world.group()
@@ -144,7 +144,7 @@ def test_programs_that_the_process_starts_inherit_no_socket(world):
 # ---- connecting --------------------------------------------------------------------------------
 
 
-def test_abort_ends_a_connect_that_waits_for_others(world):
+def test_abort_ends_a_connect_that_waits_for_missing_ranks(world):
     attempt = connecting(world.stores[1], 1, 3)
     aborter = threading.Timer(0.05, attempt.abort)
     aborter.start()
@@ -155,7 +155,7 @@ def test_abort_ends_a_connect_that_waits_for_others(world):
     aborter.join()
 
 
-def test_an_abort_before_the_connect_counts(world):
+def test_abort_before_the_connect_fails_the_connect(world):
     attempt = connecting(world.stores[1], 1, 3)
     attempt.abort()
     with pytest.raises(CollectiveFailed, match="aborted"):
@@ -197,7 +197,7 @@ def test_a_late_rank_is_waited_for_as_long_as_in_a_collective(world):
     assert total(world.groups, world) == [6.0] * 3
 
 
-def test_an_abort_ends_the_wait_for_a_late_rank_and_leaves_no_thread(world):
+def test_abort_during_the_wait_for_a_late_rank_raises_and_leaves_no_thread(world):
     before = set(threading.enumerate())
     attempt = connecting(world.stores[0], 0, 3, collective_timeout_s=1000.0)
     with ThreadPoolExecutor(1) as pool:
@@ -259,7 +259,7 @@ def test_a_failed_fetch_from_the_store_gets_its_reason():
 @pytest.mark.parametrize(
     ("generation", "secret"), [(2, b"secret"), (1, b"another")], ids=["generation", "secret"]
 )
-def test_the_store_answers_only_its_own_generation_and_job(world, generation, secret):
+def test_store_refuses_other_generations_and_secrets(world, generation, secret):
     stranger = Store(world.stores[0].address, None, 1.0, generation=generation, secret=secret)
     with pytest.raises(CollectiveFailed) as caught:
         stranger.exchange("named", 0, 1, b"")
@@ -322,7 +322,7 @@ CALLS: dict[str, Callable[[Collectives], Work]] = {
     ],
     ids=lambda named: named.replace(" ", "-"),
 )
-def test_ranks_that_call_different_collectives_all_get_an_error(world, one, other):
+def test_different_collectives_raise_the_same_error_on_all_ranks(world, one, other):
     groups = world.group("differing")
 
     def differing(rank: int) -> Differing | None:
@@ -340,7 +340,7 @@ def test_ranks_that_call_different_collectives_all_get_an_error(world, one, othe
     assert len({each.key for each in told}) == 1
 
 
-def test_calls_of_all_sizes_may_be_waited_for_by_several_threads_in_any_order(world):
+def test_calls_of_all_sizes_can_be_waited_for_by_several_threads_in_any_order(world):
     groups = world.group("order")
 
     def wrong(rank: int) -> list[int]:
@@ -357,7 +357,7 @@ def test_calls_of_all_sizes_may_be_waited_for_by_several_threads_in_any_order(wo
     assert world.on_all(wrong) == [[]] * 3
 
 
-def test_a_collective_continues_while_the_script_waits_for_another_group(world):
+def test_two_groups_complete_when_ranks_wait_for_them_in_different_orders(world):
     one, another = world.group("one"), world.group("another")
 
     def run(rank: int) -> list[float]:
@@ -373,7 +373,7 @@ def test_a_collective_continues_while_the_script_waits_for_another_group(world):
     assert world.on_all(run) == [[3.0, 3.0]] * 3
 
 
-def test_a_work_that_is_over_holds_no_tensor(world):
+def test_completed_work_holds_no_tensor(world):
     groups = world.group("held")
 
     def held(rank: int) -> bool:
@@ -493,7 +493,7 @@ def connect_and_abort(rank: int, size: int, addresses: list[Address]) -> float:
     return worst
 
 
-def test_an_abort_at_any_moment_of_connecting_ends_it(three):
+def test_abort_at_any_moment_of_a_connect_ends_the_connect(three):
     addresses = three.run(ranks.serve_stores, 30)[0]
     for worst in three.run(connect_and_abort, addresses):
         print(f"raised {worst * 1e3:.1f} ms after the abort at worst")
@@ -533,7 +533,7 @@ def test_an_abort_in_the_middle_of_allreduces_is_drained_at_once(three):
         assert worst < WAKE_S / 4
 
 
-def test_a_deadlocked_gloo_delays_no_rank(world, monkeypatch):
+def test_drain_returns_when_gloo_is_deadlocked(world, monkeypatch):
     """Seen once after a cut: a receive with a timeout of a millisecond never came back."""
     group, locked = world.group()[0], threading.Event()
     assert isinstance(group, GlooCollectives)
@@ -578,7 +578,7 @@ def test_a_collective_may_have_its_own_timeout(world, to_connect, to_end, least)
     assert least <= time.monotonic() - began < least + WAKE_S
 
 
-def test_torch_keeps_the_private_names_that_the_seam_uses():
+def test_torch_has_the_private_gloo_names_used_by_elastic():
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=1)

@@ -114,7 +114,7 @@ def reduce_everything(rank: int, size: int, address: Address, hosts: str) -> lis
 
 
 @pytest.mark.parametrize("hosts", [pytest.param("aabb", marks=pytest.mark.nightly), *HOSTS[1:]])
-def test_every_dtype_and_operation_is_what_double_precision_gives(four, hosts):
+def test_reductions_of_every_dtype_and_operation_match_double_precision_on_all_ranks(four, hosts):
     address = four.run(ranks.serve_stores)[0][0]
     first, *others = four.run(reduce_everything, address, hosts)
     assert all(other == first for other in others)
@@ -149,7 +149,7 @@ def move_everything(rank: int, size: int, address: Address, hosts: str) -> None:
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
-def test_broadcasts_gathers_and_exchanges_move_everything(four, hosts):
+def test_broadcasts_gathers_and_exchanges_transfer_all_elements(four, hosts):
     four.run(move_everything, four.run(ranks.serve_stores)[0][0], hosts)
 
 
@@ -197,7 +197,7 @@ def lose_a_rank(rank: int, size: int, address: Address, hosts: str, lost: int) -
 @pytest.mark.parametrize(
     ("hosts", "lost"), [("aabb", 3), ("aabb", 0), ("aaab", 1), ("aaab", 3), ("abbb", 1)]
 )
-def test_a_killed_rank_ends_the_others_on_all_hosts_and_no_result_is_wrong(doomed, hosts, lost):
+def test_killed_rank_ends_collectives_on_all_hosts_without_a_wrong_result(doomed, hosts, lost):
     address = doomed.run(ranks.serve_stores)[0][0]
     doomed.start(lose_a_rank, address, hosts, lost)
     others = {rank: doomed.result(rank) for rank in range(4) if rank != lost}
@@ -229,7 +229,7 @@ def abort_one(rank: int, size: int, address: Address, hosts: str, aborter: int) 
 
 
 @pytest.mark.parametrize(("hosts", "aborter"), [("aabb", 1), ("aaab", 2), ("aaab", 3)])
-def test_an_abort_on_one_rank_reaches_all(four, hosts, aborter):
+def test_abort_on_one_rank_reaches_all_ranks(four, hosts, aborter):
     reasons = four.run(abort_one, four.run(ranks.serve_stores)[0][0], hosts, aborter)
     assert reasons[aborter] == "aborted"
     assert all(reasons)
@@ -248,7 +248,7 @@ def come_late(rank: int, size: int, address: Address, hosts: str) -> str:
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aaab"])
-def test_a_missing_rank_fails_the_others_at_the_deadline(four, hosts):
+def test_missing_rank_fails_the_connect_of_present_ranks_at_the_deadline(four, hosts):
     *reasons, none = four.run(come_late, four.run(ranks.serve_stores)[0][0], hosts)
     assert all(reasons) and none == ""
 
@@ -270,7 +270,7 @@ def form_and_close(rank: int, size: int, address: Address, hosts: str) -> int:
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aaab"])
-def test_a_closed_group_leaves_nothing_in_the_arena(four, hosts):
+def test_closed_group_leaves_no_arena_memory_allocated(four, hosts):
     for _ in range(3):
         assert four.run(form_and_close, four.run(ranks.serve_stores)[0][0], hosts) == [0] * 4
 

@@ -97,7 +97,7 @@ def enter_all(three: Ranks, generation: int, hosts: int, holders: int = 3) -> No
     three.run(enter, generation, hosts, holders, where)
 
 
-def test_groups_of_the_last_world_are_connected_at_once_with_one_exchange_each(three):
+def test_groups_of_the_previous_world_are_connected_in_advance_with_one_exchange_each(three):
     enter_all(three, 1, hosts=3)
     assert three.run(made_unasked) == [([], [])] * 3  # nobody knows yet what will be used
     assert three.run(use, 1) == [[3.0, 3.0]] * 3
@@ -111,7 +111,9 @@ def test_groups_of_the_last_world_are_connected_at_once_with_one_exchange_each(t
     assert three.run(use, 2) == [[3.0, 3.0]] * 3
 
 
-def test_the_group_that_sends_the_state_is_connected_at_once_with_one_exchange(three):
+def test_state_group_is_connected_in_advance_with_one_exchange_when_ranks_are_on_several_hosts(
+    three,
+):
     enter_all(three, 1, hosts=3, holders=2)
     assert three.run(state_group, (0, 2)) == [True, False, True]
     _, asked = zip(*three.run(made_unasked), strict=True)
@@ -120,7 +122,7 @@ def test_the_group_that_sends_the_state_is_connected_at_once_with_one_exchange(t
     assert asked == ([state], [], [["negotiation"], state])
 
 
-def test_on_one_host_the_group_that_sends_the_state_is_made_at_first_use(three):
+def test_state_group_on_one_host_is_created_at_first_use(three):
     enter_all(three, 1, hosts=1, holders=2)
     assert three.run(state_group, (0, 2)) == [False] * 3
 
@@ -130,7 +132,7 @@ def is_wanted(rank: int, size: int, generation: int) -> bool:
     return bool(ranks.kept["groups"].wanted(key, generation, ranks.kept["place"]))
 
 
-def test_on_one_host_groups_are_made_at_first_use(three):
+def test_groups_on_one_host_are_created_at_first_use(three):
     for generation in (1, 2):
         enter_all(three, generation, hosts=1)
         assert three.run(made_unasked) == [([], [])] * 3
@@ -157,7 +159,7 @@ def serve(rank: int, size: int) -> Address:
 
 
 @pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
-def test_two_names_of_one_machine_share_memory_all_the_same(three):
+def test_two_host_names_of_one_machine_share_memory(three):
     """The driver takes them for hosts of one rank each, so that these expect Gloo."""
     where = three.run(serve)[0]
     assert three.run(share, where, True) == [("SharedCollectives", 3.0)] * 3

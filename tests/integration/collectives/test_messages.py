@@ -68,7 +68,7 @@ def test_a_message_that_does_not_fit_names_both_tensors(world, sent, room, anyon
     assert not room.any()
 
 
-def test_messages_of_many_sizes_arrive_in_order_whatever_is_waited_for_first(world):
+def test_messages_of_many_sizes_arrive_in_order_when_waits_are_in_reverse_order(world):
     counts = [1, LONG, 0, 3 * LONG, LONG, 7, LONG]
     groups = world.groups
 
@@ -110,7 +110,7 @@ def test_long_messages_from_any_rank_continue_during_other_waits_of_the_script(w
     assert world.on_all(run)[0] == {1.0, 2.0}
 
 
-def test_a_rank_beside_any_rank_under_one_tag_is_refused_over_gloo():
+def test_receive_from_a_given_rank_is_refused_over_gloo_when_any_rank_is_pending_under_its_tag():
     world = World(2)
     try:
         group = world.group("messages")[0]

@@ -72,14 +72,14 @@ def live_and_be_aborted(rank: int, size: int, address: Address) -> float:
     return raised_s
 
 
-def test_a_group_lives_and_a_second_one_follows_its_abort(ranks):
+def test_second_nccl_group_works_after_the_abort_of_the_first(ranks):
     for _ in range(2):
         for raised_s in ranks.run(live_and_be_aborted, store_to_be()):
             print(f"raised after {raised_s * 1e3:.1f} ms")
             assert raised_s < WAKE_S
 
 
-def test_a_newcomer_tries_nccl_alone_and_keeps_nothing_of_it():
+def test_nccl_warm_up_of_a_joining_rank_leaves_no_thread_and_no_device_change():
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     first = torch.ones(1, device=device)  # a context
     nccl.warm_up(device)  # what stays for good does so from here on

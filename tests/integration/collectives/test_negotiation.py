@@ -112,7 +112,7 @@ def wait_for_all(rank: int, size: int) -> str:
     return found[0]
 
 
-def test_threads_submit_at_once_and_a_killed_rank_ends_the_wait_of_all_others(ranks):
+def test_killed_rank_ends_the_wait_of_all_ranks_when_threads_submit_concurrently(ranks):
     ranks.run(warm)
     assert ranks.run(from_many_threads) == [4, 4, 4]
     assert ranks.run(interrupted) == [[6.0, 6.0]] * 3
@@ -132,7 +132,7 @@ def wait_for_rank_0(rank: int, size: int) -> float:
     return time.monotonic() - began
 
 
-def test_the_coordinators_death_ends_the_wait_of_all(ranks):
+def test_death_of_the_coordinator_ends_the_wait_of_all_ranks(ranks):
     ranks.run(warm)
     ranks.start(wait_for_rank_0)
     assert isinstance(ranks.result(0), Died)
@@ -238,7 +238,7 @@ def test_a_rank_that_does_not_read_delays_no_other(hub):
     assert [decision.known for decision in hub.peers[1].receive()] == [large.known]  # it had time
 
 
-def test_unauthenticated_peers_are_ignored_and_do_no_harm(hub):
+def test_unauthenticated_peers_are_ignored_without_affecting_other_peers(hub):
     for secret in (b"wrong", b""):
         stranger = ControllerClient(hub.rules, 1, 7, secret)
         stranger.send(RequestList(ALL, 0, b"\xff"))
@@ -297,7 +297,7 @@ def test_a_lost_rank_is_named(hub):
     assert hub.peers[1].receive()[0].known == b"on"
 
 
-def test_a_rank_waits_as_long_as_rank_0_sends_signs_of_life(hub):
+def test_rank_waits_while_rank_0_sends_heartbeats(hub):
     began = time.monotonic()
     later = threading.Timer(3.0, hub.hub.publish, [ResponseList(ALL, 0, b"late")])
     later.start()
@@ -306,7 +306,7 @@ def test_a_rank_waits_as_long_as_rank_0_sends_signs_of_life(hub):
     later.join()
 
 
-def test_a_silent_connection_is_given_up():
+def test_silent_connection_is_abandoned():
     listener = listen("127.0.0.1")
     rules = rules_of(listener, FusionLimits())
     peer = ControllerClient(rules, 1, 7, b"secret", silence_s=0.3)
@@ -339,7 +339,7 @@ def test_rank_0_receives_decisions_from_before_the_end():
     line.close()
 
 
-def test_rank_0_receives_what_the_others_receive_while_the_world_ends():
+def test_rank_0_receives_the_last_decision_when_the_world_ends_concurrently():
     line = alone()
     with line._deciding:  # as when the others have been told, and rank 0 has not yet
         line.abort()
@@ -394,7 +394,7 @@ def stall(rank: int, size: int) -> tuple[int | None, str]:
 
 
 @pytest.mark.parametrize("ranks", [STALLS], indirect=True)
-def test_a_stall_names_the_tensors_and_the_missing_ranks_and_is_given_up(ranks):
+def test_stall_is_reported_with_tensors_and_missing_ranks_and_ended(ranks):
     found = ranks.run(stall)
     assert found[0][0] == found[2][0] == 1
     recorded("log", found[0][1])
@@ -403,7 +403,7 @@ def test_a_stall_names_the_tensors_and_the_missing_ranks_and_is_given_up(ranks):
 @pytest.mark.parametrize(
     "ranks", [{"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}], indirect=True, ids=["2 s"]
 )
-def test_a_stopped_rank_0_is_given_up(ranks):
+def test_stopped_rank_0_is_abandoned_by_the_other_ranks(ranks):
     ranks.run(beat_fast)
     ranks.run(warm)
     ranks.start(wait_in_vain)

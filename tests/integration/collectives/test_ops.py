@@ -63,7 +63,7 @@ def test_average_is_deprecated_and_excludes_op(rank, size):
 
 
 @on_all
-def test_what_is_refused_is_refused_before_anything_is_sent(rank, size):
+def test_invalid_arguments_are_refused_before_any_message_is_sent(rank, size):
     one = torch.ones(1)
     raises(TypeError, "uint8", allreduce, torch.ones(1, dtype=torch.bool))
     raises(TypeError, "view_as_real", allreduce, torch.ones(1, dtype=torch.complex64))
@@ -88,7 +88,7 @@ def test_what_is_refused_is_refused_before_anything_is_sent(rank, size):
 
 
 @on_all
-def test_a_lazily_conjugated_tensor_travels_with_its_values(rank, size):
+def test_lazily_conjugated_tensor_is_sent_with_its_values(rank, size):
     mine = torch.full((size,), complex(rank, 1)).conj()
     assert mine.is_conj()
     expected = [complex(each, -1) for each in range(size)]
@@ -116,7 +116,7 @@ def test_handles_of_a_lost_world_raise(rank, size):
 
 
 @on_all
-def test_names_match_in_any_order_and_large_and_small_ones_are_mixed(rank, size):
+def test_named_collectives_of_mixed_sizes_match_in_any_order(rank, size):
     order = torch.randperm(60, generator=torch.Generator().manual_seed(rank)).tolist()
     elements = [(300_000 if number % 20 == 0 else number + 1) for number in range(60)]
     for _ in range(3):  # asked by name, given a number, asked by number
@@ -136,7 +136,7 @@ def test_names_match_in_any_order_and_large_and_small_ones_are_mixed(rank, size)
 
 
 @on_all
-def test_parameters_of_mixed_dtypes_and_what_can_not_be_broadcast(rank, size):
+def test_broadcast_parameters_handles_mixed_dtypes_and_refuses_unsupported_values(rank, size):
     half = torch.full((3,), float(rank), dtype=torch.float16)
     mask = torch.tensor([rank == 1, True, False])
     broadcast_parameters({"half": half, "mask": mask}, root_rank=1)

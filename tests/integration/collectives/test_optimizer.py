@@ -12,11 +12,11 @@ from harness.ranks import Died, Ranks, fixture, join
 ranks = fixture(3, "function", enter=join)
 
 
-def test_three_ranks_train_like_one_with_the_whole_batch_in_several_buckets(ranks: Ranks):
+def test_three_ranks_with_several_buckets_train_like_one_process_with_the_whole_batch(ranks: Ranks):
     assert ranks.run(train) == [True] * 3
 
 
-def test_a_killed_rank_breaks_the_step_of_the_others_at_once(ranks: Ranks):
+def test_killed_rank_ends_the_step_of_surviving_ranks_at_once(ranks: Ranks):
     ranks.start(killed)
     survivors = [ranks.result(rank) for rank in range(3)]
     assert isinstance(survivors.pop(1), Died)

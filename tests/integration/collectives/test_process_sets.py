@@ -52,7 +52,7 @@ def mine(rank: int) -> list[hvd.ProcessSet]:
 
 
 @on_all
-def test_many_of_each_in_any_order(rank, size):
+def test_collectives_of_several_sets_match_in_any_order(rank, size):
     order = torch.randperm(20, generator=torch.Generator().manual_seed(rank)).tolist()
     handles = {
         (ps.process_set_id, i): hvd.allreduce_async(
@@ -89,7 +89,7 @@ def test_backward_passes_match_by_the_names_of_the_forward(rank, size):
 
 
 @on_all
-def test_gradients_of_groups_leave_out_what_has_none(rank, size):
+def test_grouped_collectives_skip_tensors_without_gradients(rank, size):
     floats = torch.ones(2, requires_grad=True)
     numbers = torch.full((2,), rank)
     flags = torch.tensor([True])
@@ -103,7 +103,7 @@ def test_gradients_of_groups_leave_out_what_has_none(rank, size):
 
 
 @on_all
-def test_without_a_pending_gradient_nothing_is_kept(rank, size):
+def test_collectives_without_a_pending_gradient_record_no_graph(rank, size):
     tensor = torch.ones(2, requires_grad=True)
     with torch.no_grad():
         assert not hvd.allreduce(tensor).requires_grad
@@ -117,7 +117,7 @@ def test_without_a_pending_gradient_nothing_is_kept(rank, size):
 
 
 @on_all
-def test_gradients_have_gradients(rank, size):
+def test_collectives_support_second_order_gradients(rank, size):
     cases: list[tuple[Callable[[Any], Any], float]] = [
         (lambda t: hvd.allreduce(t, name="a", op=hvd.Sum), 6.0 * size**3),
         (lambda t: hvd.broadcast(t, 1, name="b"), 6.0 / size if rank == 1 else 0.0),
@@ -134,7 +134,7 @@ def test_gradients_have_gradients(rank, size):
 
 
 @on_all
-def test_objects_and_parameters_travel_within_a_set(rank, size):
+def test_objects_and_parameters_are_sent_within_a_process_set(rank, size):
     for ps in mine(rank):
         low, high = ps.ranks
         assert hvd.broadcast_object({"from": rank}, high, "settings", ps) == {"from": high}
@@ -156,7 +156,7 @@ def test_objects_and_parameters_travel_within_a_set(rank, size):
 
 
 @on_all
-def test_ranks_that_disagree_all_get_an_error(rank, size):
+def test_process_set_calls_that_differ_raise_an_error_on_all_ranks(rank, size):
     with pytest.raises(ValueError, match=r"ranks 0, 2 .*\[0\].*rank 1 .*\[1"):
         hvd.add_process_set([1] if rank == 1 else [0])
     with pytest.raises(ValueError, match=r"rank 0 .*\[0, 1\].*ranks 1, 2 "):
@@ -181,7 +181,7 @@ def records(job: Job) -> list[dict[str, Any]]:
 
 
 @pytest.mark.forked
-def test_sets_survive_their_members(job):
+def test_process_sets_survive_the_loss_of_members(job):
     """Three workers die in the middle of a set's collective; those who take their ranks take their places.
 
     Slots 2 and 3 at once, so that sets lose ranks until the world has grown again; then slot 1. Newcomers are promised

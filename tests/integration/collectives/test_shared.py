@@ -93,7 +93,7 @@ def interrupt_after(call: Callable[..., int]) -> Callable[..., int]:
     return interrupted
 
 
-def test_what_was_begun_as_an_interrupt_came_is_kept_until_it_is_over(pair):
+def test_tensor_of_an_interrupted_call_is_held_until_the_collective_completes(pair):
     """Native code still reads and writes the tensor, though the caller has no handle of it."""
     first, second = pair.groups
     tensor = torch.ones(3)
@@ -133,7 +133,7 @@ def test_a_completed_tensor_is_released(pair):
 
 
 @pytest.mark.parametrize("windows", [1, 20])
-def test_a_rank_that_waits_for_room_is_not_missing(windows):
+def test_rank_waiting_for_buffer_space_is_not_reported_missing(windows):
     """Ranks 0 and 1 are as far ahead of rank 2 as they may be, in a broadcast or behind some."""
     world = world_of(3)
     works: list[Any] = []
@@ -146,7 +146,7 @@ def test_a_rank_that_waits_for_room_is_not_missing(windows):
     world.close()
 
 
-def test_what_does_not_lie_in_the_arena_is_refused_and_not_kept(pair):
+def test_tensor_outside_of_the_arena_is_refused_and_not_held(pair):
     with pytest.raises(ValueError, match="arena"):
         pair.groups[0].reduce_shares(torch.ones(3), Op.SUM)
     assert not pair.groups[0]._held
@@ -169,7 +169,7 @@ def test_tensors_that_may_still_be_written_are_never_reused(pair):
 # ---- messages ----------------------------------------------------------------------------------------------------
 
 
-def test_a_message_is_through_once_it_was_received(pair):
+def test_message_completes_when_received_although_an_earlier_one_is_pending(pair):
     """The sender may end then, although an earlier message is still without a receive."""
     first, second = pair.groups
     early, late = (first.send(torch.full((3,), value), 1, tag=int(value)) for value in (5.0, 7.0))
@@ -304,7 +304,7 @@ PLACES_AND_DTYPES = [
 
 
 @pytest.mark.parametrize(("where", "dtype"), PLACES_AND_DTYPES)
-def test_sums_are_right_to_the_last_bit_wherever_tensors_lie(staying, where, dtype):
+def test_sums_are_exact_to_the_last_bit_for_any_memory_location(staying, where, dtype):
     (address,) = staying.run(ranks.serve_stores)[0]
     assert staying.run(reduce_all, address, where, dtype) == [[], [], []]
 
@@ -335,7 +335,7 @@ def move_all(rank: int, size: int, address: Address) -> list[str]:
     return wrong
 
 
-def test_moves_bring_every_byte_of_any_size(staying):
+def test_moves_of_any_size_transfer_every_byte(staying):
     (address,) = staying.run(ranks.serve_stores)[0]
     assert staying.run(move_all, address) == [[], [], []]
 
@@ -363,7 +363,7 @@ def start_ahead(rank: int, size: int, address: Address) -> list[int]:
         ]
 
 
-def test_collectives_may_be_started_ahead_and_their_handles_dropped(staying):
+def test_collectives_may_be_started_ahead_and_their_handles_discarded(staying):
     (address,) = staying.run(ranks.serve_stores)[0]
     assert staying.run(start_ahead, address) == [[], [], []]
 
@@ -382,7 +382,7 @@ def drop_tensors(rank: int, size: int, address: Address) -> list[float]:
         return [float(tensor.abs().sum()) for tensor in later]
 
 
-def test_what_was_dropped_while_under_way_is_no_ones_until_it_is_over(staying):
+def test_dropped_tensors_in_flight_are_not_reused_before_completion(staying):
     (address,) = staying.run(ranks.serve_stores)[0]
     assert staying.run(drop_tensors, address) == [[0.0] * 20] * 3
 
@@ -412,7 +412,7 @@ def work_side_by_side(rank: int, size: int, address: Address) -> list[float]:
     return sums
 
 
-def test_groups_work_side_by_side_and_an_abort_ends_only_one(staying):
+def test_groups_work_concurrently_and_an_abort_ends_only_one(staying):
     (address,) = staying.run(ranks.serve_stores)[0]
     assert staying.run(work_side_by_side, address) == [[200_000.0] * 3 + [-1.0]] * 3
 
@@ -446,7 +446,7 @@ def keep_works(rank: int, size: int, address: Address) -> tuple[int, int, list[s
     return controls, used, said
 
 
-def test_a_closed_group_maps_nothing_though_works_are_kept(staying):
+def test_closed_group_keeps_no_mapping_while_works_are_referenced(staying):
     (address,) = staying.run(ranks.serve_stores)[0]
     (*nothing, (finished, aborted)), *others = staying.run(keep_works, address)
     assert nothing == [0, 0]
@@ -492,7 +492,7 @@ def live_through(rank: int, size: int, addresses: list[Address]) -> list[dict[st
     return seen
 
 
-def test_two_hundred_generations_leave_nothing_behind(staying):
+def test_two_hundred_generations_leak_no_thread_and_no_descriptor(staying):
     addresses = staying.run(ranks.serve_stores, 200)[0]
     for early, late in staying.run(live_through, addresses):
         assert late.pop("threads") <= early.pop("threads") + 1  # one that is just ending
@@ -574,7 +574,7 @@ def interrupt_a_wait(rank: int, size: int, address: Address, raises: bool) -> li
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
-def test_a_signals_handler_runs_during_a_wait_and_breaks_nothing(staying, raises):
+def test_signal_handler_runs_during_a_wait_without_affecting_results(staying, raises):
     def on_the_main_thread(rank: int, size: int) -> bool:
         return threading.current_thread() is threading.main_thread()
 
@@ -633,7 +633,7 @@ def try_all(group: SharedCollectives, work: Any) -> int:
 
 
 @pytest.mark.parametrize("forgets", [True, False], ids=["told so", "untold"])
-def test_a_forked_child_disturbs_no_rank(staying, forgets):
+def test_collectives_continue_after_a_rank_has_forked_a_child(staying, forgets):
     (address,) = staying.run(ranks.serve_stores)[0]
     sums = [3.0] * 1000
     assert staying.run(fork_one, address, forgets) == [(0, sums, sums)] * 3
@@ -664,7 +664,7 @@ def lose_one(rank: int, size: int, address: Address, early: bool) -> tuple[int |
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before it comes", "in the middle"])
-def test_a_killed_rank_is_named_by_all_others(mortal, early):
+def test_killed_rank_is_named_by_all_surviving_ranks(mortal, early):
     (address,) = mortal.run(ranks.serve_stores)[0]
     mortal.start(lose_one, address, early)
     for rank in (0, 1):
@@ -813,11 +813,11 @@ def ended(how: str) -> list[tuple[int, str]]:
         pytest.param("last", marks=pytest.mark.nightly),
     ],
 )
-def test_a_program_ends_in_silence(how):
+def test_program_exits_without_output(how):
     assert ended(how) == [(0, "done\n"), (0, "done\n")]
 
 
-def test_reductions_under_fire_give_no_wrong_number_and_leave_nothing_behind(tmp_path):
+def test_short_reduction_stress_run_with_kills_and_freezes_has_no_findings(tmp_path):
     """A short one of what `python -m tests.stress reductions` does by the ten thousand."""
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "stress", "reductions", "--count", "60"]

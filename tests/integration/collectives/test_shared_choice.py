@@ -75,7 +75,7 @@ def total(rank: int, size: int) -> float:
     return float(ranks.kept.pop("flat").sum())
 
 
-def test_ranks_write_into_each_others_tensors(four):
+def test_ranks_write_into_tensors_of_their_peers(four):
     offered = four.run(offer)
     four.run(add_to_all, offered, four.run(where))
     assert four.run(total) == [5000.0, 510_000.0, 515_000.0, 520_000.0]
@@ -133,7 +133,7 @@ def offering(nothing_left: None) -> Iterator[Offering]:
     made.end()
 
 
-def test_memory_of_a_process_that_has_ended_is_kept_only_while_it_is_used(offering):
+def test_mapped_memory_of_an_exited_process_is_released_after_its_last_use(offering):
     mapping = open_peer(offering.owner, offering.offer, keep=True)
     offering.end()
     peer_memory.sweep()
@@ -149,7 +149,7 @@ def test_a_process_that_has_ended_can_not_be_mapped(offering):
     assert isinstance(caught.value.__cause__, ProcessLookupError)
 
 
-def test_what_is_not_the_memory_that_was_offered_is_not_mapped(offering):
+def test_memory_whose_inode_differs_from_the_offer_is_not_mapped(offering):
     other = msgspec.structs.replace(offering.offer, inode=offering.offer.inode + 1)
     with pytest.raises(PeerMemoryUnavailable, match=wording.NOT_MEMORY_OFFERED):
         open_peer(offering.owner, other)
@@ -192,7 +192,7 @@ def test_memory_of_another_user_is_not_accessible(offering):
     assert asked.stdout == "PermissionError\n"
 
 
-def test_a_forked_child_lets_go_of_what_its_parent_has_mapped(offering):
+def test_forked_child_unmaps_peer_memory_of_its_parent(offering):
     mapping = open_peer(offering.owner, offering.offer, keep=True)
     child = os.fork()
     if child == 0:
@@ -286,13 +286,13 @@ def chosen(
     return kind, results
 
 
-def test_ranks_of_one_host_share_memory_and_say_nothing(four):
+def test_ranks_of_one_host_share_memory_without_a_log_line(four):
     kind, results = chosen(four, "aaaa")
     assert kind == "Shared"
     assert [result["said"] for result in results] == [[]] * 4
 
 
-def test_generation_after_generation_nothing_accumulates(four):
+def test_repeated_groups_accumulate_no_descriptors(four):
     kind, results = chosen(four, "aaa", groups=8)
     assert kind == "Shared"
     for rank, result in enumerate(results):
@@ -306,11 +306,11 @@ def test_hosts_with_several_ranks_are_a_hierarchy(four):
     assert chosen(four, "abab")[0] == "Hierarchical"
 
 
-def test_so_are_hosts_with_unequally_many(four):
+def test_hosts_with_unequal_numbers_of_ranks_are_a_hierarchy(four):
     assert chosen(four, "aab")[0] == "Hierarchical"
 
 
-def test_one_rank_per_host_uses_the_network_without_a_log_line(four):
+def test_single_ranks_per_host_use_the_network_without_a_log_line(four):
     kind, results = chosen(four, "abc")
     assert kind == "Gloo"
     assert [result["said"] for result in results] == [[]] * 3
@@ -332,7 +332,9 @@ def test_turned_off_everywhere_the_network_is_used_without_a_log_line(four):
     ],
 )
 @pytest.mark.parametrize("hosts", ["aaa", "aaba", "baaa"])
-def test_if_one_rank_can_not_share_none_does_and_one_logs_the_reason_once(four, wrong, why, hosts):
+def test_all_ranks_fall_back_to_gloo_and_one_logs_the_reason_when_one_rank_cannot_share(
+    four, wrong, why, hosts
+):
     kind, results = chosen(four, hosts, broken={1: wrong}, groups=3)
     assert kind == "Gloo"
     (line,), *others = [result["said"] for result in results]
@@ -380,7 +382,7 @@ def test_an_abandoned_connect_does_not_start(store):
         attempt.connect()
 
 
-def test_the_others_of_a_late_rank_are_seen_to_wait_and_can_be_given_up(store):
+def test_wait_for_a_late_rank_is_reported_and_can_be_aborted(store):
     attempt = Attempt(store)
     wait_until(lambda: meeting("named", "cpu", 2) in store.awaited(), "its row", WAIT_S)
     attempt.connecting.abort()
@@ -388,7 +390,7 @@ def test_the_others_of_a_late_rank_are_seen_to_wait_and_can_be_given_up(store):
     assert ended.aborted and ended.awaited == "named/2"
 
 
-def test_a_rank_that_does_not_say_whether_it_could_map_can_be_given_up(store):
+def test_wait_for_a_rank_that_does_not_report_its_mapping_can_be_aborted(store):
     """Memory is mapped and the group's thread runs by then."""
     attempt = Attempt(store)
     assert native_library.load() is not None
@@ -413,7 +415,7 @@ def test_a_rank_that_does_not_say_whether_it_could_map_can_be_given_up(store):
             mapped.keep = False  # this process was its own neighbour, and lives on
 
 
-def test_a_rank_that_dies_while_connecting_delays_others_at_most_for_the_timeout(four):
+def test_rank_that_dies_while_connecting_is_named_as_awaited_by_its_peer(four):
     (address,) = four.run(ranks.serve_stores, 1)[0]
     results = four.run(lose_rank_1, address)
     assert results[0] == "named/shared/2"

@@ -93,7 +93,7 @@ def _sync_train_digest(rank: int) -> tuple[int, int, int, int, float]:
     return state.digest(), state.digest_buffers(), state.epoch, state.sampler.processed_num, lr
 
 
-def test_sync_makes_all_workers_equal_and_they_stay_so():
+def test_sync_makes_all_workers_equal_and_training_keeps_them_equal():
     answers = together(_sync_train_digest, 3)
     assert len(set(answers)) == 1
     digest, buffers, epoch, processed, lr = answers[0]
@@ -113,7 +113,7 @@ def _some_ranks(rank: int) -> int:
     return state.digest()
 
 
-def test_a_transfer_among_some_of_the_ranks():
+def test_state_is_transferred_among_some_of_the_ranks():
     assert len(set(together(_some_ranks, 3))) == 1
 
 
@@ -146,5 +146,5 @@ def _lose_root(rank: int) -> bool | None:
     return False
 
 
-def test_a_receiver_whose_root_dies_restores_its_commit():
+def test_receiver_restores_its_commit_when_the_sending_root_dies():
     assert together(_lose_root, 2)[1] is True

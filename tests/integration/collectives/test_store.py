@@ -51,7 +51,7 @@ def keeping(served: Store) -> Iterator[Store]:
     store.close()
 
 
-def test_later_exchanges_use_the_connection_of_an_earlier_one(keeping):
+def test_later_exchanges_reuse_the_kept_connection(keeping):
     assert [fetch(keeping) for _ in range(3)] == [False, True, True]
 
 

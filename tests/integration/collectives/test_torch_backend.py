@@ -300,7 +300,7 @@ def same(ours: Any, gloos: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_it_gives_what_gloo_gives(ranks: Ranks, case: Callable[[Group, int, int], Any]):
+def test_collectives_match_gloo(ranks: Ranks, case: Callable[[Group, int, int], Any]):
     ranks.run(compare, case)
 
 
@@ -308,7 +308,7 @@ def test_it_gives_what_gloo_gives(ranks: Ranks, case: Callable[[Group, int, int]
 
 
 @on_all
-def test_a_column_of_a_matrix(rank: int, size: int):
+def test_collectives_accept_a_column_of_a_matrix(rank: int, size: int):
     """Gloo takes the memory that comes first in it."""
     matrix = torch.zeros(3, 4)
     column = matrix[:, 1].fill_(rank)
@@ -323,7 +323,7 @@ def test_a_column_of_a_matrix(rank: int, size: int):
 
 
 @on_all
-def test_dtypes_that_gloo_does_not_move(rank: int, size: int):
+def test_dtypes_unsupported_by_gloo_are_gathered_and_scattered(rank: int, size: int):
     for dtype in (torch.complex64, torch.int16, torch.float8_e4m3fn):
         mine = torch.full((3,), float(rank)).to(dtype)
         outputs = [torch.zeros(3).to(dtype) for _ in range(size)]
@@ -335,7 +335,7 @@ def test_dtypes_that_gloo_does_not_move(rank: int, size: int):
 
 
 @on_all
-def test_averages(rank: int, size: int):
+def test_averages_are_supported_for_every_dtype(rank: int, size: int):
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         tensor = torch.full((3,), rank, dtype=dtype)
         distributed.all_reduce(tensor, ReduceOp.AVG)
@@ -349,7 +349,7 @@ def test_averages(rank: int, size: int):
 
 
 @on_all
-def test_a_sum_with_a_factor(rank: int, size: int):
+def test_premultiplied_sum_is_supported(rank: int, size: int):
     for factor in (0.5, torch.tensor([0.5])):
         tensor = torch.full((3,), float(rank))
         distributed.all_reduce(tensor, distributed._make_nccl_premul_sum(factor))
@@ -357,7 +357,7 @@ def test_a_sum_with_a_factor(rank: int, size: int):
 
 
 @on_all
-def test_sums_of_bools_and_wide_integers(rank: int, size: int):
+def test_bools_and_wide_integers_are_summed(rank: int, size: int):
     flags = torch.tensor([rank == 0, False, True])
     distributed.all_reduce(flags)
     assert flags.tolist() == [True, False, True]
@@ -368,7 +368,7 @@ def test_sums_of_bools_and_wide_integers(rank: int, size: int):
 
 
 @on_all
-def test_all_to_all_of_lists(rank: int, size: int):
+def test_all_to_all_exchanges_lists_of_uneven_tensors(rank: int, size: int):
     inputs = [torch.full((each + 1,), 10.0 * rank + each) for each in range(size)]
     outputs = [torch.zeros(rank + 1) for _ in range(size)]
     distributed.all_to_all(outputs, inputs)
@@ -378,7 +378,7 @@ def test_all_to_all_of_lists(rank: int, size: int):
 
 
 @on_all
-def test_functional_collectives_and_a_mesh(rank: int, size: int):
+def test_functional_collectives_and_a_device_mesh_are_supported(rank: int, size: int):
     from torch.distributed import _functional_collectives as functional
 
     world = distributed.group.WORLD
@@ -422,7 +422,7 @@ def test_threads_of_each_rank_use_separate_groups(rank: int, size: int):
 
 
 @on_all
-def test_some_ranks_of_the_world(rank: int, size: int):
+def test_subgroups_of_the_world_run_collectives(rank: int, size: int):
     pair = distributed.new_group([0, size - 1])
     if rank in (0, size - 1):
         tensor = torch.tensor([float(rank)])
@@ -445,7 +445,7 @@ def test_some_ranks_of_the_world(rank: int, size: int):
 
 
 @on_all
-def test_two_ranks_communicate_while_others_do_something_else(rank: int, size: int):
+def test_two_ranks_communicate_in_a_subgroup_without_the_remaining_ranks(rank: int, size: int):
     group = distributed.new_group()
     if rank == 0:
         distributed.send(torch.tensor([7.0]), 1, group=group)
@@ -456,7 +456,7 @@ def test_two_ranks_communicate_while_others_do_something_else(rank: int, size: i
 
 
 @on_all
-def test_large_tensors_and_in_between(rank: int, size: int):
+def test_tensors_of_small_and_large_sizes_are_reduced_and_gathered(rank: int, size: int):
     for count in (1, 1000, 3_000_001):
         tensor = torch.full((count,), float(rank + 1))
         distributed.all_reduce(tensor)
@@ -467,7 +467,7 @@ def test_large_tensors_and_in_between(rank: int, size: int):
 
 
 @on_all
-def test_large_parts_go_straight_to_where_they_belong(rank: int, size: int):
+def test_large_parts_are_gathered_scattered_and_reduced_correctly(rank: int, size: int):
     count, root = 100_000, size - 1
     mine = torch.full((count,), float(rank))
     outputs = [torch.zeros(count) for _ in range(size)] if rank == root else None
@@ -483,7 +483,9 @@ def test_large_parts_go_straight_to_where_they_belong(rank: int, size: int):
 
 
 @on_all
-def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int, size: int):
+def test_invalid_tensors_and_operations_are_refused_before_any_message_is_sent(
+    rank: int, size: int
+):
     tensor = torch.ones(2)
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: distributed.all_gather([torch.ones(2)], tensor), f"{size} tensors"),
@@ -505,7 +507,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int, size: i
 
 
 @on_all
-def test_destroyed_and_made_again(rank: int, size: int):
+def test_process_group_can_be_destroyed_and_created_again(rank: int, size: int):
     group = distributed.new_group()
     distributed.all_reduce(torch.ones(1), group=group)
     distributed.destroy_process_group(group)
@@ -528,7 +530,7 @@ def enter_as(rank: int, size: int, path: str) -> str:
     return ""
 
 
-def test_a_rank_that_is_another_one_and_a_rank_that_skips_a_collective(tmp_path: Path):
+def test_wrong_rank_number_and_a_skipped_collective_raise_an_error(tmp_path: Path):
     for ranks in in_a_world(2):
         said = ranks.run(enter_as, str(tmp_path / "first"))
         assert "rank 1 of 2" in said[0] and "rank 0 of" in said[0]
@@ -548,7 +550,7 @@ def skip(rank: int, size: int) -> tuple[bool, int | None]:
     return False, None
 
 
-def test_different_collectives_are_named_with_their_ranks_and_lines_on_all_ranks(tmp_path: Path):
+def test_different_collectives_are_named_with_ranks_and_lines_on_all_ranks(tmp_path: Path):
     for ranks in in_a_world(3):
         ranks.run(enter, str(tmp_path / "store"))
         for said, line in ranks.run(call_another):
@@ -585,7 +587,7 @@ def miss_a_monitored_barrier(rank: int, size: int) -> str:
     return ""
 
 
-def test_collectives_in_callbacks_of_a_hook_have_one_order_however_slow_a_rank_is(ranks: Ranks):
+def test_collectives_in_hook_callbacks_have_one_order_when_a_rank_is_slow(ranks: Ranks):
     found = ranks.run(gradients_of_a_hook_that_reduces_twice)
     for ours, wanted in found:
         assert all(map(torch.equal, ours, wanted))
@@ -642,7 +644,7 @@ def average_with_a_hook(rank: int, size: int) -> float:
     return network.weight.grad.item()
 
 
-def test_buckets_of_ddp_lie_where_all_ranks_of_the_host_can_reduce_them(ranks: Ranks):
+def test_ddp_buckets_are_allocated_in_memory_shared_by_all_ranks_of_the_host(ranks: Ranks):
     assert ranks.run(train_and_look_at_buckets) == [[]] * ranks.size
 
 

@@ -67,7 +67,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str
 )
 @pytest.mark.parametrize("shards", SHARDS)
-def test_every_way_gives_the_same_bits(world, shards, dtype):
+def test_every_reduction_path_gives_the_same_bits(world, shards, dtype):
     size = len(world.groups)
     held = assign(shards, size)
     partials = [tree.schedule(each, shards)[1] for each in held]
@@ -95,7 +95,7 @@ def test_every_way_gives_the_same_bits(world, shards, dtype):
         )
 
 
-def test_what_does_not_lie_in_the_arena_is_refused(world):
+def test_tree_reduction_outside_of_the_arena_is_refused(world):
     places = torch.zeros(1, 64)
     with pytest.raises(ValueError, match=r"arena.zeros"):
         world.groups[0].reduce_tree(places, 64, [tree.Partial(0, 0)])
@@ -123,7 +123,7 @@ def by_exchange(rank: int, size: int, address: Address, hosts: str) -> list[byte
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aaab"])
-def test_hosts_of_whatever_size_give_the_same_bits(four, hosts):
+def test_hosts_of_different_sizes_give_the_same_bits(four, hosts):
     (address,) = four.run(serve_stores)[0]
     wanted = [
         alone(shards, elements, torch.float32).numpy().tobytes()

@@ -82,7 +82,7 @@ def three_epochs(rank: int, size: int) -> list[int]:
     return last
 
 
-def test_every_rank_is_the_last_once(ranks):
+def test_join_returns_each_rank_once_as_the_last(ranks):
     assert ranks.run(three_epochs) == [[2, 1, 0]] * SIZE
 
 
@@ -108,7 +108,7 @@ def without_any_data(rank: int, size: int) -> None:
     is_scaled_by(1.0, model)
 
 
-def test_a_rank_without_any_data_takes_part_in_what_it_never_began(ranks):
+def test_rank_without_data_participates_in_all_collectives_of_its_peers(ranks):
     ranks.run(without_any_data)
 
 
@@ -132,7 +132,7 @@ def within_a_set(rank: int, size: int) -> None:
     is_scaled_by(2.0, model)
 
 
-def test_gradients_within_a_process_set(ranks):
+def test_gradients_are_reduced_within_a_process_set(ranks):
     ranks.run(within_a_set)
 
 

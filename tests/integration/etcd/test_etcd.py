@@ -216,7 +216,7 @@ def secured(tmp_path_factory) -> Iterator[EtcdAccess]:
 # ---- the few operations
 
 
-async def test_a_transaction_is_carried_out_as_a_whole_or_not_at_all(cluster):
+async def test_transaction_is_applied_atomically_or_rejected(cluster):
     async with Stage(cluster.access) as stage:
         etcd, a, b = stage.etcd, stage.root + "a", stage.root + "b"
         assert await etcd.get(a) is None
@@ -241,7 +241,7 @@ async def test_a_transaction_is_carried_out_as_a_whole_or_not_at_all(cluster):
         assert stage.log == []
 
 
-async def test_after_it_is_closed_it_answers_nothing_and_watches_end(cluster):
+async def test_closed_client_ends_watches_and_refuses_requests(cluster):
     async with Stage(cluster.access) as stage:
         watch = await stage.stack.enter_async_context(
             contextlib.aclosing(stage.etcd.watch(stage.root + "a"))
@@ -260,7 +260,7 @@ async def test_after_it_is_closed_it_answers_nothing_and_watches_end(cluster):
 # ---- who is let in
 
 
-async def test_tls_and_a_password_and_a_token_that_etcd_has_forgotten(secured, monkeypatch):
+async def test_etcd_with_tls_password_and_an_expired_token_is_usable(secured, monkeypatch):
     async with Stage(secured) as stage:
         key, whole = stage.root + "a", stage.etcd._range
 
@@ -300,7 +300,9 @@ def test_a_refused_client_gets_advice(secured, cluster, tmp_path):
     recorded("messages", refusal(EtcdAccess(["127.0.0.1:1", "localhost:1"])))
 
 
-def test_a_silent_etcd_is_refused_in_time(secured, cluster, monkeypatch):
+def test_unresponsive_or_mismatched_etcd_is_refused_within_the_timeout(
+    secured, cluster, monkeypatch
+):
     monkeypatch.setattr(etcd_members, "OPEN_S", 1.0)
     recorded("messages", refusal(EtcdAccess(secured.endpoints)))
     assert "uses TLS" in refusal(EtcdAccess(cluster.access.endpoints, secured.tls))
@@ -328,7 +330,7 @@ async def test_hosts_appear_and_vanish_by_lease_and_watch(cluster):
         assert stage.log == []
 
 
-async def test_two_agents_of_one_host(cluster):
+async def test_second_agent_of_a_host_is_refused_and_a_newer_one_replaces_a_stopped_one(cluster):
     async with Stage(cluster.access) as stage:
         lists = stage.lists()
         first = await stage.role("agent", 1)
@@ -357,7 +359,7 @@ async def test_a_host_returns_at_once_if_its_agent_restarts(cluster):
         ]
 
 
-async def test_a_lost_key_is_written_again(cluster):
+async def test_lost_registration_key_is_written_again(cluster):
     async with Stage(cluster.access) as stage:
         lists = stage.lists()
         await stage.register("a")
@@ -375,7 +377,7 @@ async def test_a_lost_key_is_written_again(cluster):
 # ---- etcd is away
 
 
-async def test_after_a_restart_of_etcd_live_hosts_stay_on_the_list(cluster):
+async def test_live_hosts_stay_listed_after_a_restart_of_etcd(cluster):
     member = cluster.members[0]
     async with Stage(cluster.access, grace_s=1.0) as stage:
         lists = stage.lists(settle_s=1.0)
@@ -396,7 +398,9 @@ async def test_after_a_restart_of_etcd_live_hosts_stay_on_the_list(cluster):
         assert [level for level, _ in stage.log] == ["warning", "info"]
 
 
-async def test_etcd_is_stopped_for_longer_than_the_leases(cluster, monkeypatch):
+async def test_leadership_and_hosts_survive_an_etcd_outage_longer_than_the_leases(
+    cluster, monkeypatch
+):
     quicker = {"CALL_S": 0.5, "PULSE_S": 0.5, "GAP_S": 1.2}
     for name, seconds in quicker.items():
         monkeypatch.setattr(etcd_members, name, seconds)
@@ -463,7 +467,7 @@ class Cut:
         await self._server.wait_closed()
 
 
-async def test_after_a_compaction_a_reconnected_watch_reads_everything_again(cluster):
+async def test_reconnected_watch_rereads_all_keys_after_a_compaction(cluster):
     async with Stage(cluster.access) as stage:
         link = Cut(cluster.access.endpoints[0])
         far = EtcdClient(EtcdAccess([await link.start()]), Log())
@@ -487,7 +491,7 @@ async def test_after_a_compaction_a_reconnected_watch_reads_everything_again(clu
         await lists.shows({"c": 2})
 
 
-async def test_a_late_watch_reads_everything_again(cluster, monkeypatch):
+async def test_late_watch_rereads_all_keys_after_a_compaction(cluster, monkeypatch):
     async with Stage(cluster.access) as stage:
         key = stage.root + "a"
         old = await stage.etcd.put(key, b"1")
@@ -544,7 +548,7 @@ async def test_the_loss_of_the_leader_of_three_members_is_not_noticed(three):
 # ---- who leads
 
 
-async def test_one_of_several_leads_and_every_term_is_a_new_one(cluster):
+async def test_one_of_several_candidates_leads_and_each_term_is_new(cluster):
     async with Stage(cluster.access) as stage:
         candidates = [stage.candidate(await stage.another()) for _ in range(3)]
         waiting = {asyncio.ensure_future(each.acquire()): each for each in candidates}
@@ -563,7 +567,7 @@ async def test_one_of_several_leads_and_every_term_is_a_new_one(cluster):
         assert (await stage.etcd.get(stage.root + "term") or Item(b"", 0, 0, 0)).value == b"3"
 
 
-async def test_agents_see_where_the_driver_is(cluster):
+async def test_agents_are_notified_of_the_address_of_the_driver(cluster):
     async with Stage(cluster.access) as stage:
         registration = await stage.register("a")
         seats = await stage.stack.enter_async_context(
@@ -582,7 +586,7 @@ async def test_agents_see_where_the_driver_is(cluster):
         assert await asyncio.wait_for(anext(seats), SOON_S) is None
 
 
-async def test_a_free_seat_is_taken_again(cluster):
+async def test_vacated_leader_key_is_acquired_again(cluster):
     async with Stage(cluster.access) as stage:
         leader = stage.candidate()
         await leader.acquire()
@@ -630,7 +634,7 @@ async def test_a_killed_driver_is_replaced_at_once(secured, record_property):
         await standby.transact([(stage.root + "x", b"1")])
 
 
-async def test_a_stopped_driver_is_replaced_and_can_do_nothing_when_it_wakes(cluster):
+async def test_stopped_driver_is_replaced_and_cannot_write_after_it_resumes(cluster):
     async with Stage(cluster.access) as stage:
         log = stage.root + "log/"
         leader = await stage.role("leader", 1)
@@ -653,7 +657,7 @@ async def test_a_stopped_driver_is_replaced_and_can_do_nothing_when_it_wakes(clu
         assert standby.leads
 
 
-async def test_a_leader_that_was_replaced_unseen_writes_nothing(cluster):
+async def test_leader_replaced_without_a_notification_cannot_write(cluster):
     async with Stage(cluster.access) as stage:
         leader = stage.candidate()
         await leader.acquire()

@@ -57,7 +57,7 @@ def steps(driver: Job) -> int:
     return len(History(driver).all("step"))
 
 
-def test_training_continues_without_its_driver_until_the_next_one_takes_over(drivers, tmp_path):
+def test_training_continues_without_its_driver_until_the_successor_takes_over(drivers, tmp_path):
     held = {"HOLD": "5:file=alone;500:file=go", "STEPS": "520"}
     first = drivers(**held)
     first.wait_for("starting 2 workers")
@@ -92,7 +92,7 @@ def test_training_continues_without_its_driver_until_the_next_one_takes_over(dri
     assert secret not in told
 
 
-def test_what_happened_while_there_was_no_driver_is_handled_by_the_next(drivers, tmp_path):
+def test_worker_exit_during_the_absence_of_a_driver_is_handled_by_the_successor(drivers, tmp_path):
     first = drivers(HOLD="10:file=go;20:size=2")
     first.until(lambda: steps(first) > 4, "the first steps")
     secret = (tmp_path / "journal.jsonl.secret").read_text().strip()
@@ -113,7 +113,7 @@ def test_what_happened_while_there_was_no_driver_is_handled_by_the_next(drivers,
     History(second).check(steps=30)
 
 
-def test_an_agent_that_is_killed_takes_its_workers_along_and_is_replaced(drivers, tmp_path):
+def test_workers_of_a_killed_agent_end_and_are_replaced(drivers, tmp_path):
     driver = drivers(HOLD="10:file=go;20:size=2")
     driver.until(lambda: steps(driver) > 4, "the first steps")
     psutil.Process(psutil.Process(pid_of(driver, 0, "127.0.0.2")).ppid()).kill()

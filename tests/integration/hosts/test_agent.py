@@ -134,7 +134,7 @@ def conversation(test):
 
 
 @conversation
-async def test_exit_codes_and_signals(host):
+async def test_exit_codes_and_signals_are_reported(host):
     for command, code in (
         ("exit 0", 0),
         ("exit 3", 3),
@@ -147,7 +147,7 @@ async def test_exit_codes_and_signals(host):
 
 
 @conversation
-async def test_a_kill_by_the_kernel_for_want_of_memory_is_the_reason(host):
+async def test_oom_kill_is_reported_as_the_reason_of_an_exit(host):
     memory = create_autospec(OutOfMemory, instance=True)
     memory.look.return_value = "out of memory, the limit is 2.0 GB"
     host.launcher.agent._memory = memory
@@ -177,7 +177,7 @@ Path(os.environ["OUT"], "held").write_text(str(life_lock._held) + "\\n")
 
 
 @conversation
-async def test_a_death_is_reported_before_the_kernel_reports_it(host):
+async def test_worker_death_is_reported_before_the_kernel_reports_the_exit(host):
     with pytest.MonkeyPatch.context() as patch:
         watch = host.launcher.agent._watch
         unwatched: list[object] = []
@@ -230,7 +230,7 @@ async def test_without_pidfd_a_thread_waits(host):
 
 
 @conversation
-async def test_kill_takes_the_children_along(host):
+async def test_kill_ends_the_children_of_a_worker(host):
     host.start(A, "sleep 60 & echo $! >$OUT/child; wait")
     child = int(await host.written("child"))
     host.launcher.kill(A)
@@ -249,7 +249,7 @@ async def test_a_stopped_worker_can_be_killed(host):
 
 
 @conversation
-async def test_an_exit_takes_the_children_along(host):
+async def test_exit_ends_the_children_of_a_worker(host):
     host.start(A, "sleep 60 & echo $! >$OUT/child")
     child = int(await host.written("child"))
     assert (await host.exit()).code == 0
@@ -266,7 +266,7 @@ async def test_children_with_their_own_process_group_are_found(host):
 
 
 @conversation
-async def test_the_end_of_output_is_no_exit_and_an_open_pipe_holds_none_up(host):
+async def test_end_of_output_is_not_an_exit_and_an_open_pipe_does_not_delay_an_exit(host):
     pid = host.start(A, "exec >/dev/null 2>&1; echo >$OUT/closed; exec sleep 60")
     await until((host.folder / "closed").exists, "closed pipes")
     # A daemon in a session of its own keeps the worker's pipes open for longer than the worker lives.
@@ -279,7 +279,7 @@ async def test_the_end_of_output_is_no_exit_and_an_open_pipe_holds_none_up(host)
 
 
 @conversation
-async def test_many_at_once(host):
+async def test_many_workers_report_their_exit_codes(host):
     workers = [Worker("localhost", n) for n in range(24)]
     for worker in workers:
         host.start(worker, f"exit {worker.slot}")
@@ -291,7 +291,7 @@ async def test_many_at_once(host):
 
 
 @conversation
-async def test_a_stopped_worker_is_frozen_when_its_lease_is_over_and_thawed_when_it_runs(host):
+async def test_stopped_worker_is_reported_frozen_after_its_lease_and_thawed_after_sigcont(host):
     pid = host.start(A, ["sleep", "60"])
     host.start(B, ["sleep", "60"])
     await host.looks(2)
@@ -307,7 +307,7 @@ async def test_a_stopped_worker_is_frozen_when_its_lease_is_over_and_thawed_when
 
 
 @pytest.mark.parametrize("kind", ["unified", "freezer"])
-def test_a_frozen_cgroup_is_seen_though_its_processes_seem_to_sleep(kind, tmp_path):
+def test_frozen_cgroup_is_detected_although_its_processes_appear_asleep(kind, tmp_path):
     with freezer(kind) as cgroup:
 
         @conversation
@@ -338,7 +338,7 @@ async def test_a_worker_under_a_debugger_is_not_frozen(host):
 
 
 @conversation
-async def test_a_paused_agent_reports_no_frozen_worker(host):
+async def test_paused_agent_reports_no_frozen_worker(host):
     pid = host.start(A, ["sleep", "60"])
     await host.looks(2)
     os.kill(pid, signal.SIGSTOP)
@@ -361,7 +361,7 @@ async def test_a_killed_worker_is_not_reported_as_frozen(host):
 
 
 @conversation
-async def test_a_probe_counts_what_a_worker_and_its_children_do(host):
+async def test_probe_counts_cpu_time_and_io_of_a_worker_and_its_children(host):
     host.start(A, ["sleep", "60"])
     host.start(
         B, "while :; do :; done & head -c 3000000 /dev/zero >$OUT/bytes; echo >$OUT/on; wait"
@@ -494,7 +494,7 @@ class Stacks:
 
 
 @conversation
-async def test_stacks_when_impossible_then_the_log_says_why_and_no_process_ends(host):
+async def test_stacks_when_unavailable_then_the_reason_is_logged_and_no_process_ends(host):
     pid = host.start(B, ["sleep", "60"])
     host.launcher.dump(B, all_threads=True)
     assert host.log[-1] == wording.INFO_NO_STACKS_LOCALHOST
@@ -512,7 +512,7 @@ async def test_stacks_when_impossible_then_the_log_says_why_and_no_process_ends(
 
 
 @conversation
-async def test_stacks_when_the_main_thread_trains_then_others_write_only_on_request(host):
+async def test_stacks_when_the_main_thread_trains_then_other_threads_write_only_on_request(host):
     stacks = Stacks(host)
     pid = await stacks.start(MAIN_THREAD)
     [(header, frames)] = (await stacks.written()).items()
@@ -524,7 +524,7 @@ async def test_stacks_when_the_main_thread_trains_then_others_write_only_on_requ
 
 
 @conversation
-async def test_stacks_when_another_thread_trains_then_it_writes_first(host):
+async def test_stacks_when_another_thread_trains_then_that_thread_writes_first(host):
     stacks = Stacks(host)
     pid = await stacks.start(ANOTHER_THREAD)
     [(header, frames)] = (await stacks.written()).items()
@@ -534,7 +534,7 @@ async def test_stacks_when_another_thread_trains_then_it_writes_first(host):
 
 
 @conversation
-async def test_stacks_when_a_c_call_holds_the_interpreter_then_all_threads_write(host):
+async def test_stacks_when_a_c_call_holds_the_gil_then_all_threads_write(host):
     stacks = Stacks(host)
     await stacks.start(HOLDS_THE_INTERPRETER)
     [(_, frames)] = (await stacks.written()).items()
@@ -573,7 +573,7 @@ def test_stacks_when_all_threads_recurse_then_300_dumps_do_not_end_the_process(t
 
 
 @conversation
-async def test_what_cannot_be_started_exits_with_a_reason(host):
+async def test_program_that_cannot_be_started_exits_with_a_reason(host):
     plain = host.folder / "plain.py"
     plain.write_text("print(1)\n")
     bad = host.folder / "bad"
@@ -593,7 +593,7 @@ async def test_what_cannot_be_started_exits_with_a_reason(host):
 
 
 @conversation
-async def test_the_reaper_forgets_what_could_not_be_started(host):
+async def test_reaper_drops_a_program_that_could_not_be_started(host):
     host.start(A, ["no-such-program"])
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -673,7 +673,7 @@ async def test_a_reaper_that_keeps_dying_is_given_up(host):
 
 
 @conversation
-async def test_the_reaper_holds_nothing_of_ours(host):
+async def test_reaper_holds_no_descriptor_of_its_starter(host):
     host.start(A, ["sleep", "60"])
     pid = host.launcher.agent._reaper.pid
 

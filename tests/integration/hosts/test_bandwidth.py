@@ -90,7 +90,7 @@ async def test_address_that_cannot_be_bound_is_reported():
     assert served[0].address is None and served[0].trouble
 
 
-async def test_address_on_which_nothing_listens_is_reported():
+async def test_bandwidth_measurement_to_a_closed_port_is_reported():
     found: list[BandwidthFound] = []
     await meter("b", found).call("a", Address(LOOPBACK, free_ports(1)[0]))
     assert found[0].event.trouble and found[0].event.sent is None

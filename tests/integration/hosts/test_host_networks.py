@@ -127,7 +127,7 @@ def test_hosts_have_separate_names_and_loopbacks(network):
     assert namespaces.SUBNET not in own  # of this machine
 
 
-def test_a_cut_link_and_a_healed_one(network):
+def test_cut_link_blocks_connections_until_healed(network):
     listening(network.hosts["b"], ECHO)
     network.cut("b")
     with pytest.raises(NetworkTrouble, match="TimeoutError"):
@@ -136,7 +136,7 @@ def test_a_cut_link_and_a_healed_one(network):
     assert there_and_back(network) < 5
 
 
-def test_a_link_cut_one_way_lets_the_other_way_pass(network):
+def test_link_cut_in_one_direction_passes_the_other_direction(network):
     a, b = network.hosts["a"], network.hosts["b"]
     a.run(["ip", "neighbor", "replace", b.address, "lladdr", b.hardware_address, "dev", "eth0"])
     for way, expected in ("from", 20), ("towards", 0):
@@ -148,7 +148,7 @@ def test_a_link_cut_one_way_lets_the_other_way_pass(network):
     a.run(["ip", "neighbor", "flush", "dev", "eth0"])
 
 
-def test_two_of_a_hundred_packets_are_lost(network):
+def test_lossy_link_drops_the_configured_share_of_packets(network):
     counter = listening(network.hosts["b"], COUNT)
     network.lose("b", 0.02)
     network.hosts["a"].run(python(SEND, "b", 4000))
@@ -156,7 +156,7 @@ def test_two_of_a_hundred_packets_are_lost(network):
     assert 4000 - 140 < counted(network.hosts["b"], counter) < 4000 - 30
 
 
-def test_a_slow_link_takes_its_time(network):
+def test_slow_link_limits_the_throughput(network):
     listening(network.hosts["b"], ECHO)
     network.slow("b", "10mbit")
     assert there_and_back(network, size=300_000) > 0.2  # 0.24 s one way, but for the first bucket
@@ -165,7 +165,7 @@ def test_a_slow_link_takes_its_time(network):
 
 
 @pytest.mark.nightly
-def test_a_long_way_there_and_back(network):
+def test_delayed_link_increases_the_round_trip_time(network):
     listening(network.hosts["b"], ECHO)
     network.delay("b", 0.1)
     assert there_and_back(network, times=2) >= 0.2
@@ -175,7 +175,7 @@ def test_a_long_way_there_and_back(network):
     assert there_and_back(network, times=5) < 0.2
 
 
-def test_a_host_dies_silently_and_is_another_one_after_its_return(network):
+def test_host_dies_without_a_reset_and_resets_old_connections_after_its_return(network):
     a, b = network.hosts["a"], network.hosts["b"]
     echo = listening(b, ECHO)
     waiting = a.popen(
@@ -214,7 +214,7 @@ def test_a_host_dies_silently_and_is_another_one_after_its_return(network):
     assert waiting.communicate("\n", timeout=10)[0] == "reset\n"
 
 
-def test_what_a_killed_run_has_left_behind_is_removed(tmp_path):
+def test_network_namespaces_left_by_a_killed_run_are_removed(tmp_path):
     program = f"""
         import subprocess
         from pathlib import Path

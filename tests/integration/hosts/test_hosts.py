@@ -43,7 +43,7 @@ def bench(tmp_path_factory) -> Iterator[HostCluster]:
         yield bench
 
 
-def test_a_job_outlives_its_driver_a_cut_link_and_a_dead_host(bench):
+def test_job_survives_loss_of_its_driver_a_cut_link_and_loss_of_a_host(bench):
     with bench.job("in a row") as job:
         job.start()
         scenarios.stand_by(job)
@@ -65,7 +65,7 @@ def test_a_job_outlives_its_driver_a_cut_link_and_a_dead_host(bench):
 
 
 @pytest.mark.nightly
-def test_a_driver_that_was_stopped_can_not_act_beside_another_one(bench):
+def test_stopped_driver_cannot_act_after_its_successor_takes_over(bench):
     assert scenarios.two_drivers(bench).troubles == []
 
 

@@ -76,7 +76,7 @@ def test_a_job_over_loopback_survives_a_death(job: Callable[..., Job]):
     check(training, driver="::1", stores={"::1"})
 
 
-def test_ranks_of_another_launcher_rendezvous():
+def test_ranks_of_a_launcher_rendezvous_over_ipv6():
     way = ByAddress("::1", free_port(), b"secret")
     env = dataclasses.replace(environment.read({"HOROVOD_START_TIMEOUT": "20"}), bind_host="")
     with ThreadPoolExecutor(2) as pool:
@@ -213,7 +213,7 @@ def agent(flags: str, folder: Path) -> Iterator[None]:
         process.wait(20)
 
 
-def test_what_a_host_without_ipv4_chooses(link: Ends):
+def test_listen_address_of_a_host_without_ipv4_is_ipv6_and_link_local_is_refused(link: Ends):
     with inside(link.here):
         assert {str(each) for each in own_addresses() if each.name == "eth1"} >= {f"eth1 {HERE}/64"}
         assert asyncio.run(listen_address([], [THERE])) == HERE

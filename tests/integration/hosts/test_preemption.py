@@ -73,7 +73,7 @@ def test_aws_interrupts_a_spot_instance():
         assert source.look() is None
 
 
-def test_aws_requests_another_token_when_the_first_one_expires():
+def test_aws_requests_a_new_token_when_the_first_one_expires():
     with aws() as (cloud, source):
         assert source.look() is None
         cloud.forget_tokens()
@@ -113,7 +113,7 @@ async def _changes_while_it_looks(
     return ends
 
 
-def test_google_ends_a_machine_for_maintenance_but_live_migration_is_no_end():
+def test_google_maintenance_termination_is_a_notice_and_live_migration_is_not():
     with google() as (cloud, source):
         cloud.change(maintenance="MIGRATE_ON_HOST_MAINTENANCE")
         assert source.look() is None
@@ -137,7 +137,7 @@ def test_azure_preempts_a_machine_and_gets_an_early_approval():
         assert cloud.acknowledged == ["E2"]
 
 
-def test_of_two_events_the_earlier_counts():
+def test_earlier_of_two_events_determines_the_end():
     with azure() as (cloud, source):
         cloud.announces("Redeploy", 600.0, id="E1")
         cloud.announces("Preempt", 30.0, id="E2")
@@ -146,7 +146,7 @@ def test_of_two_events_the_earlier_counts():
 
 @pytest.mark.parametrize("cloud_of", CLOUDS)
 @pytest.mark.parametrize("trouble", ["close", "garbage", 500, 403])
-def test_what_is_not_as_documented_is_trouble_and_passes(cloud_of, trouble):
+def test_undocumented_response_raises_source_error_and_recovers(cloud_of, trouble):
     with cloud_of() as (cloud, source):
         assert source.look() is None
         cloud.change(trouble=trouble)
@@ -168,13 +168,13 @@ def _environ(cloud: Cloud) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("cloud_of", CLOUDS)
-def test_one_cloud_is_not_taken_for_another(cloud_of):
+def test_cloud_is_not_mistaken_for_another_one(cloud_of):
     with cloud_of() as (cloud, source):
         for kind in (Aws, GoogleCloud, Azure):
             assert kind(_environ(cloud)).here() is (kind is type(source))
 
 
-def test_a_server_that_hangs_is_given_up_in_time():
+def test_metadata_server_that_hangs_is_abandoned_within_five_seconds():
     with aws() as (cloud, source):
         cloud.change(trouble="hang")
         began = time.monotonic()
@@ -182,7 +182,7 @@ def test_a_server_that_hangs_is_given_up_in_time():
         assert time.monotonic() - began < 5.0
 
 
-def test_amazons_own_switch_turns_it_off():
+def test_aws_metadata_disabled_variable_turns_the_source_off():
     with aws() as (cloud, _):
         off = Aws({**_environ(cloud), "AWS_EC2_METADATA_DISABLED": "true"})
         assert not off.here() and cloud.asked == []
@@ -251,7 +251,7 @@ def test_a_command_reports_whether_and_when(tmp_path):
         command.Command("no-such-program-here", os.environ).look()
 
 
-def test_a_command_that_hangs_is_ended_with_what_it_waits_for(monkeypatch, tmp_path):
+def test_hanging_command_is_killed_with_its_children_at_the_timeout(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "ANSWER_S", 0.5)
     began = time.monotonic()
     with raises(SourceError):
@@ -263,7 +263,7 @@ def test_a_command_that_hangs_is_ended_with_what_it_waits_for(monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize("printed", ["inf", "1e300"])
-def test_a_command_may_say_some_day(printed):
+def test_command_with_a_distant_or_infinite_end_is_clamped_to_one_million_seconds(printed):
     ends = command.Command(f"echo {printed}", os.environ).look()
     assert 0.9e6 < left_s(ends) <= 1e6  # what a message and a journal can hold
 
@@ -274,14 +274,14 @@ def test_an_invalid_address_is_an_error(endpoint):
         Aws({"AWS_EC2_METADATA_SERVICE_ENDPOINT": endpoint})
 
 
-def test_a_token_that_is_none_is_trouble(monkeypatch):
+def test_invalid_token_raises_source_error(monkeypatch):
     with aws() as (_, source):
         monkeypatch.setattr(metadata_servers, "TOKEN", "two\nlines")
         with raises(SourceError):
             source.look()
 
 
-def test_a_wish_that_names_nothing_is_refused():
+def test_unknown_preemption_source_is_refused():
     with raises(Invalid):
         watch.check("awss")
     with raises(Invalid):
@@ -424,7 +424,7 @@ def left_without_a_break(training, folder) -> None:
     assert sizes == [2, 2, 1]  # of init, of both, of the one that stays
 
 
-def test_one_of_two_machines_is_preempted_and_no_step_fails(job, tmp_path):
+def test_preemption_of_one_of_two_machines_fails_no_step(job, tmp_path):
     goes = tmp_path / "goes"
     asked = f'test -e {goes} -a "$ELASTIC_HOST" = 127.0.0.2 && echo 60 the landlord wants it back'
     flags = [*TWO, "--preemption", asked, "--checkpoint-dir", str(tmp_path)]

@@ -79,7 +79,7 @@ async def facts_of(host, worker, name: str) -> tuple[int, Path]:
 
 
 @conversation
-async def test_it_finds_in_its_process_what_a_started_one_finds(host):
+async def test_worker_in_a_prepared_process_has_the_same_facts_as_a_started_one(host):
     host.launcher.agent.prepared.modules = "torch"
     found: list[dict[str, object]] = []
     for worker, name in ((A, "first"), (B, "second")):
@@ -98,7 +98,7 @@ async def test_it_finds_in_its_process_what_a_started_one_finds(host):
 
 
 @conversation
-async def test_its_command_line_is_shown_and_its_errors_are_those_of_the_script(host):
+async def test_prepared_process_has_the_command_line_and_tracebacks_of_its_script(host):
     host.launcher.agent.prepared.modules = "auto"
     script = host.folder / "script.py"
     script.write_text("import sys\nif sys.argv[1:]:\n    1 / 0\n")
@@ -142,7 +142,7 @@ async def test_a_process_with_another_environment_is_restarted_and_the_reason_is
 
 
 @conversation
-async def test_one_that_has_died_is_no_loss(host):
+async def test_dead_prepared_process_does_not_prevent_a_start(host):
     script = await has_run_an_empty_script(host)
     ready = await waits(host)
     os.kill(ready, signal.SIGKILL)
@@ -182,13 +182,11 @@ def test_only_plain_commands_of_python_are_prepared(command, found):
         ("if True:\n    import late\n", ([], False)),
     ],
 )
-def test_leading_imports_end_at_the_first_statement_that_may_decide_what_an_import_does(
-    source, found
-):
+def test_leading_imports_end_at_the_first_statement_that_may_affect_an_import(source, found):
     assert leading_imports(source, {"settings"}) == found
 
 
-def test_leading_imports_of_a_module_are_those_of_its_packages_and_its_own(tmp_path, monkeypatch):
+def test_leading_imports_of_a_module_include_imports_of_its_packages(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     package = tmp_path / "a_package" / "within"
     package.mkdir(parents=True)
@@ -215,7 +213,7 @@ def modules_after(words: str, script: Path) -> set[str]:
 
 
 @pytest.mark.nightly
-def test_auto_imports_torch_only_where_the_script_does_so_first(tmp_path):
+def test_auto_preloads_torch_only_when_the_script_imports_torch_first(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os\nos.environ['TORCH_LOGS'] = 'all'\nimport torch\n")
     assert modules_after("auto", script) == set()
@@ -225,7 +223,7 @@ def test_auto_imports_torch_only_where_the_script_does_so_first(tmp_path):
 
 
 @conversation
-async def test_none_is_kept_where_the_host_is_short_of_memory(host):
+async def test_no_process_is_prepared_while_the_host_is_short_of_memory(host):
     kept = host.launcher.agent.prepared
     free = [prepared_processes.AVAILABLE_BYTES_MIN - 1]
     kept._available = lambda: free[0]
@@ -253,7 +251,7 @@ def one_that_waits(training) -> psutil.Process:
     return waiting
 
 
-def test_a_job_takes_its_next_worker_from_it(job, tmp_path):
+def test_replacement_worker_uses_the_prepared_process(job, tmp_path):
     flags = f"-np 2 --min-np 1 --preload auto --checkpoint-dir {tmp_path}"
     training = job(flags, ["python", str(SCRIPTS / "durable.py")])
     training.wait_for("rank 0 begins at 0")
@@ -268,7 +266,7 @@ def test_a_job_takes_its_next_worker_from_it(job, tmp_path):
 
 
 @pytest.mark.nightly
-def test_of_several_workers_lost_together_one_uses_it_and_all_return(job, tmp_path):
+def test_one_of_several_lost_workers_uses_the_prepared_process_and_all_are_replaced(job, tmp_path):
     flags = "-np 3 --min-np 1 --preload auto --blacklist-cooldown-range 0.1 0.2"
     training = job(f"{flags} --checkpoint-dir {tmp_path}", ["python", str(SCRIPTS / "durable.py")])
     training.wait_for("rank 0 begins at 0")

@@ -153,7 +153,7 @@ class TestContract(StarterContract):
             await starter.close()
             await bench.ended("alpha")  # its sshd has seen the end of the connection
 
-    async def test_a_jump_host_of_the_configuration_is_taken(self, opened):
+    async def test_jump_host_of_the_ssh_configuration_is_used(self, opened):
         self.hosts.configure(beta="ProxyJump alpha")
         server = self.hosts.servers["alpha"]
         async with opened as bench:
@@ -163,7 +163,9 @@ class TestContract(StarterContract):
             told = bootstrap("beta")
             recorded("messages", await failure(bench.starter, told))
 
-    async def test_the_agent_itself(self, opened):
+    async def test_real_agent_without_a_driver_logs_the_failure_and_ends_with_its_starter(
+        self, opened
+    ):
         """Not a replacement: the real one, which finds no driver, logs it, and ends with its starter."""
 
         def real() -> list[psutil.Process]:
@@ -198,14 +200,14 @@ def test_doctor_checks_another_host(hosts, capsys):
 # ---- each way it fails
 
 
-def test_an_unknown_host_name(hosts, tmp_path):
+def test_unknown_host_name_is_reported(hosts, tmp_path):
     name = "x" * 70  # too long to be asked for: no question leaves this machine
     hosts.configure(delta=f"HostName {name}")
     text = refusal(hosts, tmp_path, host="delta")
     recorded("messages", text, name)
 
 
-def test_a_host_without_sshd(hosts, tmp_path):
+def test_host_without_sshd_is_reported(hosts, tmp_path):
     server = hosts.servers["gamma"]
     server.stop()
     recorded("messages", refusal(hosts, tmp_path, host="gamma"), server.port)
@@ -219,7 +221,7 @@ def listener(hosts: SshHosts, backlog: int) -> Iterator[socket.socket]:
         yield server
 
 
-def test_a_host_that_drops_packets(hosts, tmp_path):
+def test_host_that_drops_packets_is_reported(hosts, tmp_path):
     with listener(hosts, 0) as server, contextlib.ExitStack() as stack:
         for _ in range(4):  # its queue is full, so it drops what asks for a connection
             waiting = stack.enter_context(socket.socket())
@@ -229,7 +231,7 @@ def test_a_host_that_drops_packets(hosts, tmp_path):
     recorded("messages", text)
 
 
-def test_a_host_that_hangs_up(hosts, tmp_path):
+def test_host_that_closes_the_connection_is_reported(hosts, tmp_path):
     async def talk() -> str:
         server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
@@ -242,7 +244,7 @@ def test_a_host_that_hangs_up(hosts, tmp_path):
     assert asyncio.run(talk()).startswith(wording.CLOSED_BEFORE_LOGIN)
 
 
-def test_an_unknown_host_key_and_its_cure(hosts, tmp_path):
+def test_unknown_host_key_is_refused_with_a_remedy(hosts, tmp_path):
     hosts.trust(["beta"])
     text = refusal(hosts, tmp_path)
     recorded("messages", text, hosts.config)
@@ -250,7 +252,7 @@ def test_an_unknown_host_key_and_its_cure(hosts, tmp_path):
     succeeds(hosts, tmp_path)
 
 
-def test_a_changed_host_key_and_its_cure(hosts, tmp_path):
+def test_changed_host_key_is_refused_with_a_remedy(hosts, tmp_path):
     lines = hosts.known.read_text().splitlines()
     keys = [line.split()[1:] for line in lines]
     hosts.known.write_text(
@@ -267,7 +269,7 @@ def test_a_changed_host_key_and_its_cure(hosts, tmp_path):
     recorded("messages", refusal(hosts, tmp_path))
 
 
-def test_a_key_that_is_not_let_in_is_named(hosts, tmp_path):
+def test_rejected_ssh_key_is_named(hosts, tmp_path):
     hosts.authorize(False)
     text = refusal(hosts, tmp_path)
     recorded("messages", text, hosts.key)
@@ -276,28 +278,28 @@ def test_a_key_that_is_not_let_in_is_named(hosts, tmp_path):
     recorded("messages", refusal(hosts, tmp_path, identity=str(other)), other, hosts.key)
 
 
-def test_a_host_without_a_python(hosts, tmp_path):
+def test_host_without_the_given_python_is_reported(hosts, tmp_path):
     recorded("messages", refusal(hosts, tmp_path, python="/no/python"))
 
 
-def test_a_python_without_the_package(hosts, tmp_path):
+def test_python_without_the_package_is_reported(hosts, tmp_path):
     bare = tmp_path / "bare.py"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
     recorded("messages", refusal(hosts, tmp_path, python=str(bare)))
 
 
-def test_a_host_with_another_release(hosts, tmp_path):
+def test_host_with_another_release_is_reported_and_its_agent_ended(hosts, tmp_path):
     recorded("messages", refusal(hosts, tmp_path, job="old"))
     gone(noted(tmp_path, "alpha")["pid"])
 
 
-def test_an_agent_that_takes_too_long(hosts, tmp_path):
+def test_agent_that_starts_too_slowly_is_reported(hosts, tmp_path):
     text = refusal(hosts, tmp_path, job="silent", ready_s=2.0)
     recorded("messages", text)
 
 
-def test_a_connection_that_breaks_too_early(hosts, tmp_path):
+def test_ssh_connection_that_breaks_during_the_start_is_reported(hosts, tmp_path):
     async def talk() -> str:
         starter = ssh_starter(hosts, [], python=stand_in(tmp_path))
         try:
@@ -334,7 +336,7 @@ train(state)
 """
 
 
-def test_a_job_that_began_on_this_machine_alone_takes_another_host(hosts, job, tmp_path):
+def test_job_started_on_this_machine_adds_another_host_over_ssh(hosts, job, tmp_path):
     listed, script = tmp_path / "hosts", tmp_path / "discover.sh"
     listed.write_text("localhost:1\n")
     script.write_text(f"#!/bin/sh\ncat {listed}\n")
@@ -366,7 +368,7 @@ def test_an_exception_of_ranks_on_several_hosts_is_printed_once(hosts, job, tmp_
     assert running.output.count("Traceback (most recent call last)") == 1
 
 
-def test_ctrl_c_kill_and_hangup_reach_only_those_that_end_with_the_driver(hosts, tmp_path):
+def test_ctrl_c_kill_and_hangup_end_only_agents_bound_to_the_driver(hosts, tmp_path):
     names = {"alpha": True, "beta": False, "here1": True, "here2": False}
     told = {"python": stand_in(tmp_path), "config": str(hosts.config), "hosts": names}
     master, slave = pty.openpty()

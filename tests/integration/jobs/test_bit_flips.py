@@ -145,7 +145,7 @@ def spoiling() -> int:
     raise AssertionError
 
 
-def test_bits_that_flip_in_a_running_job(job, tmp_path, capsys):
+def test_bit_flips_in_a_running_job_are_found_and_attributed(job, tmp_path, capsys):
     dice = random.Random(SEED)
     verdicts: Counter[str] = Counter()
     kinds = itertools.cycle(PLACES)

@@ -82,7 +82,7 @@ def chaos(tmp_path, request):
 
 
 @pytest.mark.forked
-def test_a_kill_and_a_leave_by_plan(chaos):
+def test_kill_and_leave_by_plan_are_executed_and_reported(chaos):
     run = chaos(KILL_AND_LEAVE, f"-np 3 --min-np 1 {STAY_AWAY}", HOLD="5:size=1")
     assert run.wait() == 0, run.output
     found = run.report()
@@ -158,7 +158,7 @@ def test_ctrl_c_ends_job_and_faults_and_still_reports(chaos):
 
 
 @pytest.mark.nightly  # Ctrl-C ends it in every run
-def test_sigterm_for_the_tool_alone_ends_the_job_too(chaos):
+def test_sigterm_to_the_chaos_tool_ends_the_job_with_143(chaos):
     run = chaos(KILL_AND_LEAVE, f"-np 2 --min-np 1 {RETURN}", HOLD="5:file=never")
     run.wait_for("chaos .* kill: ")
     run.process.terminate()
@@ -174,7 +174,7 @@ def test_a_job_that_ends_at_once_has_its_exit_code_and_pending_faults_are_report
     assert run.report()["faults"] == []
 
 
-def test_a_job_that_cannot_start_is_no_puzzle(chaos, tmp_path):
+def test_chaos_run_reports_a_job_that_cannot_start(chaos, tmp_path):
     """The discovery script is only run when the job is."""
     (script := tmp_path / "hosts.sh").write_text("#!/bin/sh\nexit 1\n")
     script.chmod(0o755)
@@ -286,7 +286,7 @@ def test_an_exited_process_is_not_touched():
 
 
 @nft
-def test_packets_are_dropped_while_the_filter_is_open_and_only_those():
+def test_only_packets_of_the_filtered_connection_are_dropped_while_the_filter_is_open():
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:

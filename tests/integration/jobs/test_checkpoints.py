@@ -37,7 +37,7 @@ def workers(running: Job) -> list[psutil.Process]:
     return [psutil.Process(running.pid(rank)) for rank in range(len(members))]
 
 
-def test_all_workers_are_killed_and_training_resumes_from_the_newest_checkpoint(job, tmp_path):
+def test_training_resumes_from_the_newest_checkpoint_when_all_workers_are_killed(job, tmp_path):
     folder = tmp_path / "checkpoints"
     training = job(f"{FLAGS} {folder}", TRAINING)
     training.until(lambda: len([*folder.glob("*/manifest.json")]) >= 2, "two checkpoints")
@@ -61,7 +61,7 @@ def test_all_workers_are_killed_and_training_resumes_from_the_newest_checkpoint(
 
 
 @pytest.mark.nightly
-def test_the_same_command_trains_on_once_data_that_it_does_not_name_have_changed(tmp_path):
+def test_same_command_trains_again_after_a_data_file_read_by_the_script_changed(tmp_path):
     """Not by `job`, which gives each job a separate folder and journal: the command would be another one."""
     data, run = tmp_path / "data", tmp_path / "run"
     data.mkdir()
@@ -156,7 +156,7 @@ def test_sigterm_to_every_process_of_a_keras_job_with_loaders_makes_a_last_check
 
 
 @pytest.mark.nightly
-def test_all_hosts_leave_the_list_and_return(job, tmp_path):
+def test_no_worker_starts_while_the_host_list_is_empty_and_returned_hosts_are_used(job, tmp_path):
     """No worker is started while there are no hosts, and returned ones are used immediately."""
     folder, listed = tmp_path / "checkpoints", tmp_path / "hosts"
     listed.write_text("localhost:2\n")
@@ -184,7 +184,7 @@ def test_all_hosts_leave_the_list_and_return(job, tmp_path):
     ]
 
 
-def test_a_folder_that_can_not_be_written_is_refused_before_anything_starts(job, tmp_path):
+def test_checkpoint_path_that_is_a_file_is_refused_before_any_worker_starts(job, tmp_path):
     (tmp_path / "file").touch()
     refused = job(f"{FLAGS} {tmp_path / 'file'}", TRAINING)
     assert refused.wait(20) == 2
@@ -192,9 +192,7 @@ def test_a_folder_that_can_not_be_written_is_refused_before_anything_starts(job,
     assert "starting" not in refused.output
 
 
-def test_a_bit_that_flips_in_one_replica_costs_that_worker_and_no_checkpoint_holds_it(
-    job, tmp_path
-):
+def test_bit_flip_in_one_replica_fences_that_worker_and_reaches_no_checkpoint(job, tmp_path):
     folder = tmp_path / "checkpoints"
     flags = FLAGS.replace("-np 2", "-np 3")
     training = job(f"{flags} {folder}", TRAINING, env={"FLIP": "1"})
@@ -223,7 +221,7 @@ def a_checkpoint_of_another_script_ends_the_job_with_one_sentence(job, folder):
 
 
 @pytest.mark.nightly
-def test_under_another_driver_old_and_new_members_write_one_checkpoint_together(job, tmp_path):
+def test_old_and_new_members_write_one_checkpoint_under_another_driver(job, tmp_path):
     folder = tmp_path / "checkpoints"
     flags = f"-H localhost:1,127.0.0.2:1 {FLAGS} {folder} --resume"
     first = job(flags, TRAINING)

@@ -49,7 +49,7 @@ FAILS = "can't be written to"
 TROUBLES = {"full": fill, "away": lambda disk: mount(disk, "ro")}
 
 
-def test_a_disk_in_trouble_fails_no_step_and_is_written_to_again(job, tmp_path: Path):
+def test_failing_disk_fails_no_step_and_is_used_again(job, tmp_path: Path):
     disk = tmp_path / "disk"
     disk.mkdir()
     # The first tensor takes AWAY_S.

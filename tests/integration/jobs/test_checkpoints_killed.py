@@ -53,7 +53,9 @@ def kill_all(running) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_durable_commit_is_lost_or_torn_wherever_everything_dies(job, tmp_path: Path, seed: int):
+def test_no_durable_commit_is_lost_when_all_processes_are_killed_at_any_place(
+    job, tmp_path: Path, seed: int
+):
     drawn = random.Random(seed)
     folder = tmp_path / "checkpoints"
     storage = Storage(str(folder))

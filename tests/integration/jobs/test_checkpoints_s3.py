@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-def test_a_store_in_trouble_fails_no_step_and_is_written_to_again(
+def test_failing_object_store_fails_no_step_and_is_used_again(
     job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with one_store(tmp_path, "bucket") as (door, env):

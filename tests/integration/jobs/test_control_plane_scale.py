@@ -27,7 +27,7 @@ def lose(job: LightJob, host: str) -> tuple[Together, Counted]:
     return together, Counted(after.heard - before.heard, after.said - before.said)
 
 
-def test_what_each_worker_is_sent_does_not_grow_with_the_world(tmp_path):
+def test_bytes_sent_to_each_worker_do_not_grow_with_the_world(tmp_path):
     few, many = bytes_to_each(16, tmp_path / "few"), bytes_to_each(400, tmp_path / "many")
     # Names, ranks and sizes have more digits, and that is all.
     assert many - few < 16, (few, many)
@@ -48,7 +48,7 @@ def bytes_to_each(workers: int, folder: Path) -> float:
     return together.bytes_told / survivors
 
 
-def test_a_driver_that_was_killed_is_followed_by_one_that_leads_all_hosts(tmp_path):
+def test_successor_of_a_killed_driver_reconnects_all_hosts(tmp_path):
     workers = 400
     with LightJob(workers, SLOTS, tmp_path) as job:
         first = job.wait(Together, lambda it: it.size == workers)

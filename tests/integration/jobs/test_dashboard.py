@@ -44,7 +44,7 @@ STATES = "[...document.querySelectorAll('.cell')].filter(c => c.dataset.state ==
 
 
 @pytest.mark.parametrize("workers", [4, 64, 1000])
-def test_the_page_shows_what_happens(workers, tmp_path, monkeypatch):
+def test_page_shows_events_of_a_running_job_in_a_browser(workers, tmp_path, monkeypatch):
     monkeypatch.setenv("ELASTIC_DASHBOARD", ":0")
     slots = min(8, workers // 2)
     with LightJob(workers, slots, tmp_path) as job:
@@ -85,7 +85,7 @@ HOSTILE = [
 TOKEN = "f" * 32
 
 
-async def test_what_hosts_jobs_and_workers_are_called_and_say_runs_nowhere():
+async def test_hostile_names_of_hosts_jobs_and_workers_run_no_script_in_the_page():
     everything = " ".join(HOSTILE)
     model = PageModel(TimeSpent(JobView()), name=everything, command=HOSTILE, least=1, most=9)
     workers = [Worker(name, slot) for slot, name in enumerate(HOSTILE)]
@@ -133,7 +133,7 @@ async def test_what_hosts_jobs_and_workers_are_called_and_say_runs_nowhere():
         server.close()
 
 
-async def test_each_worker_has_a_tab_of_the_log_that_another_does_not_push_lines_out_of():
+async def test_log_tab_of_a_worker_keeps_its_lines_when_other_workers_print_many():
     model = PageModel(TimeSpent(JobView()), name="job", command=["train.py"], least=1, most=9)
     now = [10.0]
     for who, text in (("", "started"), ("0", "quiet"), ("1", "first")):

@@ -58,7 +58,7 @@ def check(found: list[dict[str, Any]], feature: str, steps: int = STEPS) -> None
         for each in ddp.FEATURES
     ],
 )
-def test_a_kill_of_rank_0_in_the_middle_of_a_backward_pass(job: Any, feature: str):
+def test_rank_0_is_killed_in_the_middle_of_a_backward_pass(job: Any, feature: str):
     found = trained(job, feature, "slot=0,step=6")
     check(found, feature)
     assert found[0]["sizes"] == [3] * 6 + [2] * (STEPS - 6)
@@ -67,7 +67,7 @@ def test_a_kill_of_rank_0_in_the_middle_of_a_backward_pass(job: Any, feature: st
 @pytest.mark.forked
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
-def test_kills_and_joins(job: Any, kills: int):
+def test_losses_equal_an_undisturbed_run_after_kills_and_joins_with_ddp(job: Any, kills: int):
     """Also of rank 0; a dead worker returns, and finds its place in the reducer of the others."""
     steps = 40 * kills
     die = ";".join(
@@ -182,7 +182,7 @@ print("weights:", model[0].weight.sum().item())
 
 
 @pytest.mark.forked
-def test_replicas_created_in_the_function_train_after_a_loss_where_the_earlier_ones_still_exist(
+def test_replicas_created_in_the_function_train_after_a_loss_while_earlier_ones_exist(
     job: Any, tmp_path: Path
 ):
     script = tmp_path / "inside.py"
@@ -197,7 +197,9 @@ def test_replicas_created_in_the_function_train_after_a_loss_where_the_earlier_o
 
 @pytest.mark.forked
 @pytest.mark.parametrize("die", ["", pytest.param("2 1 5", marks=pytest.mark.nightly)])
-def test_a_script_trains_again_in_a_world_that_no_worker_leaves(job: Any, tmp_path: Path, die: str):
+def test_second_training_of_a_script_runs_in_a_world_without_lost_workers(
+    job: Any, tmp_path: Path, die: str
+):
     script = tmp_path / "again.py"
     script.write_text(AGAIN)
     training = job("-np 2 --min-np 1", ["python", script, *filter(None, [die])])
@@ -212,9 +214,7 @@ def test_a_script_trains_again_in_a_world_that_no_worker_leaves(job: Any, tmp_pa
 
 
 @pytest.mark.nightly
-def test_one_that_is_frozen_in_a_second_training_is_not_waited_for_for_ever(
-    job: Any, tmp_path: Path
-):
+def test_worker_frozen_in_a_second_training_ends_the_job(job: Any, tmp_path: Path):
     script = tmp_path / "again.py"
     script.write_text(AGAIN)
     training = job("-np 2 --min-np 1 --idle-timeout 1", ["python", script, "freezes in 2"])
@@ -223,7 +223,7 @@ def test_one_that_is_frozen_in_a_second_training_is_not_waited_for_for_ever(
 
 
 @pytest.mark.nightly
-def test_fully_sharded_layers_train_as_one_process_does(job: Any):
+def test_fully_sharded_layers_train_as_in_one_process(job: Any):
     found = job("-np 2", ["python", SCRIPTS / "fully_sharded.py"]).succeed(120)
     offs = [float(each) for each in re.findall(r"off by ([\d.]+)", found)]
     assert len(offs) == 2
@@ -236,13 +236,13 @@ def losses(output: str) -> list[str]:
 
 @pytest.mark.nightly
 @pytest.mark.forked
-def test_a_script_that_knows_of_torch_alone_gives_the_losses_that_it_has_under_torchrun(job: Any):
+def test_plain_ddp_script_has_the_same_losses_as_under_torchrun(job: Any):
     found = losses(job("-np 2", ["python", EXAMPLES / "ddp_static.py"]).succeed())
     assert found == losses(torchrun(EXAMPLES / "ddp_static.py", env=clean_environment()))
     assert len(found) == 3
 
 
-@pytest.mark.nightly  # test_kills_and_joins loses rank 0 as well
+@pytest.mark.nightly  # test_losses_equal_an_undisturbed_run_after_kills_and_joins_with_ddp loses rank 0 as well
 @pytest.mark.forked
 def test_the_elastic_example_continues_after_a_kill(job: Any):
     training = job("-np 3 --min-np 1", ["python", EXAMPLES / "ddp_elastic.py", "--steps", "500"])
@@ -254,7 +254,7 @@ def test_the_elastic_example_continues_after_a_kill(job: Any):
 
 @pytest.mark.forked
 @pytest.mark.parametrize("how", ["kept", "read"])
-def test_a_script_that_saves_by_its_environment_gets_one_warning_when_slot_0_is_lost(
+def test_script_that_saves_by_its_environment_gets_one_warning_when_slot_0_is_lost(
     job: Any, how: str
 ):
     """Values kept at import do not follow the world; values that are read each time do."""

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.forked
     ],
     ids=["streaming", "streaming in 4 bits", "whole rounds"],
 )
-def test_survivors_repeat_no_inner_step_and_all_have_the_same_outer_parameters(job, tmp_path, env):
+def test_survivors_repeat_no_inner_step_and_all_have_equal_outer_parameters(job, tmp_path, env):
     training = job(
         f"-np 3 --min-np 1 {RETURN}",
         ["python", SCRIPTS / "diloco.py"],

@@ -78,7 +78,7 @@ def test_ctrl_c_outside_elastic_run_prints_no_traceback(job):
 
 
 @pytest.mark.forked
-def test_ctrl_c_twice_does_not_wait_for_anybody(job):
+def test_second_ctrl_c_kills_workers_that_ignore_signals(job):
     """The workers take no notice of anything but SIGKILL."""
     stubborn = job(
         "-np 2 --min-np 1", ["sh", "-c", "trap '' TERM INT HUP; echo up; while :; do sleep 1; done"]
@@ -89,7 +89,7 @@ def test_ctrl_c_twice_does_not_wait_for_anybody(job):
     assert stubborn.wait(30) == 130
 
 
-def test_ctrl_c_twice_leaves_no_agent_that_was_just_starting(job):
+def test_second_ctrl_c_ends_an_agent_that_is_just_starting(job):
     """With --resume it outlives its driver, but for the end of the job."""
     training = job("-np 2 --min-np 1 -H localhost:2 --resume", TRAINING)
 
@@ -147,7 +147,7 @@ def test_kill_9_of_the_driver_leaves_no_process_and_no_port(job):
 
 @pytest.mark.forked
 @pytest.mark.parametrize("flags", ["--fresh", "--resume --fresh"])
-def test_a_fresh_job_ends_what_a_killed_driver_has_left_for_the_next_one(job, flags):
+def test_fresh_job_ends_workers_orphaned_by_a_killed_driver(job, flags):
     first = started(job, 2, "--resume", HOLD="3:file=never")
     first.until(lambda: bool(History(first).all("step")), "training")
     first.unchecked = "its journal is begun anew"
@@ -167,7 +167,7 @@ def test_a_fresh_job_ends_what_a_killed_driver_has_left_for_the_next_one(job, fl
 
 
 @pytest.mark.forked
-def test_kill_9_of_a_worker_leaves_no_orphan_of_it(job):
+def test_sigkill_of_a_worker_leaves_no_orphaned_child(job):
     loading = job(
         "-np 2 --min-np 1 --blacklist-cooldown-range 60 60",
         LOADING,
@@ -233,7 +233,7 @@ def worker_ended(driver: subprocess.Popen[bytes]) -> bool:
     return not psutil.Process(driver.pid).children()
 
 
-def test_a_late_reader_gets_everything_and_the_reason_last():
+def test_late_reader_gets_all_output_and_the_reason_last():
     with unread("python", "-c", CHATTY) as driver:
         wait_until(lambda: bool(psutil.Process(driver.pid).children()), "a worker", 20)
         wait_until(lambda: worker_ended(driver), "its end", 20)
@@ -248,7 +248,7 @@ def test_a_late_reader_gets_everything_and_the_reason_last():
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
-def test_one_signal_ends_the_wait_for_a_reader(number, code):
+def test_one_signal_ends_the_wait_for_an_output_reader(number, code):
     with unread("python", "-c", CHATTY) as driver:
         wait_until(lambda: bool(psutil.Process(driver.pid).children()), "a worker", 20)
         wait_until(lambda: worker_ended(driver), "its end", 20)
@@ -286,7 +286,7 @@ def test_an_agent_under_nohup_outlives_the_terminal(tmp_path):
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
-def test_streams_may_be_closed(closed, tmp_path):
+def test_closed_standard_streams_do_not_fail_a_job(closed, tmp_path):
     script = (
         "import sys, pathlib; print('x'); print('y', file=sys.stderr); pathlib.Path('done').touch()"
     )
@@ -332,7 +332,7 @@ def test_output_follows_the_rank_when_the_world_shrinks(job):
 
 @pytest.mark.forked
 @pytest.mark.parametrize("number", [signal.SIGINT])
-def test_a_stop_while_below_min_np(job, number):
+def test_signal_ends_a_job_that_waits_below_min_np(job, number):
     training = job(
         "-np 2 --min-np 2 --blacklist-cooldown-range 60 60",
         TRAINING,

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.forked
 
 SCRIPT = SCRIPTS / "exact.py"
 STEPS = 12
-ALL_SEEDS = 50  # of test_many_changes, each of which takes two to three minutes
+ALL_SEEDS = 50  # of test_digests_are_unchanged_by_many_changes_of_the_world, each of which takes two to three minutes
 SEEDS = int(os.environ.get("EXACT_SEEDS", "5"))  # a night: each seed is run every ten nights
 CHANGES = int(os.environ.get("EXACT_CHANGES", "100"))
 Digests = dict[str, int]
@@ -113,7 +113,7 @@ SMALL = [(1, 3, ""), (2, 4, "0"), pytest.param(3, 2, "", marks=pytest.mark.night
 
 
 @pytest.mark.parametrize(("seed", "size", "native"), SMALL)
-def test_every_commit_is_that_of_the_undisturbed_run(job, reference, seed, size, native):
+def test_commits_equal_an_undisturbed_run_for_drawn_events(job, reference, seed, size, native):
     events = drawn(seed, STEPS, 3, size)
     training = train(
         job,
@@ -130,7 +130,7 @@ def test_every_commit_is_that_of_the_undisturbed_run(job, reference, seed, size,
 
 
 @pytest.mark.parametrize("native", ["1", pytest.param("0", marks=pytest.mark.nightly)])
-def test_a_slow_worker_gets_fewer_shards_and_commits_stay_the_same(job, reference, native):
+def test_slow_worker_gets_fewer_shards_without_changing_commits(job, reference, native):
     """Before a worker is killed and after another has replaced it."""
     training = train(
         job,
@@ -154,7 +154,7 @@ def test_a_slow_worker_gets_fewer_shards_and_commits_stay_the_same(job, referenc
         assert min(shares[step].values()) == 1 and sum(shares[step].values()) == 8, shares[step]
 
 
-def test_a_bug_is_named_by_step_tensor_and_shard(job, reference):
+def test_bug_is_located_by_step_tensor_and_shard(job, reference):
     """One ulp in one gradient of one rank, and a buffer that is not shard 0's."""
     training = train(job, "-np 2 --min-np 1", STEPS="5", PLANT="ulp,buffer")
     training.succeed()
@@ -176,7 +176,7 @@ def test_a_bug_is_named_by_step_tensor_and_shard(job, reference):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("bug", ["seed", "position", "order", "partial"])
-def test_a_bug_from_step_3_on_is_named(job, reference, bug):
+def test_bug_active_from_step_3_is_found_at_step_3(job, reference, bug):
     """Ranks that draw or read by rank compute other gradients; if sums are wrong, the gradients of all shards are
     equal.
     """
@@ -194,7 +194,7 @@ def test_a_bug_from_step_3_on_is_named(job, reference, bug):
 
 
 @pytest.mark.nightly
-def test_another_thread_count_from_step_3_on_ends_the_job(job):
+def test_changed_thread_count_at_step_3_ends_the_job(job):
     training = train(job, "-np 2 --min-np 1", STEPS="5", PLANT="threads")
     training.wait_for(wording.TORCH_COMPUTES_THREADS_STEP, 60)
 
@@ -204,7 +204,7 @@ def test_another_thread_count_from_step_3_on_ends_the_job(job):
 @pytest.mark.parametrize(
     "seed", [(date.today().toordinal() * SEEDS + n) % ALL_SEEDS for n in range(SEEDS)]
 )
-def test_many_changes(job, reference, tmp_path, seed):
+def test_digests_are_unchanged_by_many_changes_of_the_world(job, reference, tmp_path, seed):
     """Worlds of 1 to 8, of every size, in shared memory, over Gloo, and on two hosts of unequal size."""
     dice, steps = random.Random(seed), 2 * CHANGES + 6
     size, shards = dice.randint(2, 8), dice.choice([5, 6, 8])
@@ -237,7 +237,9 @@ def test_many_changes(job, reference, tmp_path, seed):
 
 
 @pytest.mark.nightly
-def test_frozen_workers_and_all_killed_and_resumed(job, reference, tmp_path):
+def test_frozen_workers_and_a_resume_in_another_world_size_keep_all_digests(
+    job, reference, tmp_path
+):
     """From a checkpoint of a world of another size."""
     folder = f"--checkpoint-dir {tmp_path}/checkpoints --checkpoint-every 1commits"
     first = train(
@@ -252,7 +254,7 @@ def test_frozen_workers_and_all_killed_and_resumed(job, reference, tmp_path):
     assert (second.folder / "final.json").read_text() == final
 
 
-def test_a_newcomer_that_computes_differently_is_turned_away_before_it_joins(job, reference):
+def test_joining_worker_with_another_thread_count_is_refused(job, reference):
     """Its script has set another number of threads; the others are not affected."""
     training = train(job, f"-np 2 --min-np 1 {RETURN}", "2:kill:1:commit", THREADS="2", STEPS="8")
     training.until(
@@ -267,7 +269,7 @@ def test_a_newcomer_that_computes_differently_is_turned_away_before_it_joins(job
 
 
 @pytest.mark.nightly
-def test_one_that_computes_differently_may_be_let_in(job):
+def test_inexact_worker_is_admitted_with_allow_inexact(job):
     training = train(
         job,
         f"-np 2 --min-np 1 {RETURN} --allow-inexact",
@@ -280,7 +282,7 @@ def test_one_that_computes_differently_may_be_let_in(job):
 
 
 @pytest.mark.nightly
-def test_the_command_compares_a_run_with_itself_under_faults(tmp_path):
+def test_exact_command_finds_a_run_with_faults_bitwise_equal(tmp_path):
     job = ["elasticrun", "-np", "2", "--min-np", "1", *RETURN.split(), sys.executable, str(SCRIPT)]
     told = {
         "STEPS": "300",

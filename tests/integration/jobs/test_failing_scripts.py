@@ -35,7 +35,7 @@ def verdict(running: Job) -> tuple[int, str]:
         ("dtypes", ["allreduce.x"] * 2, ["float32 [3]", "float64 [3]"]),
     ],
 )
-def test_ranks_that_call_different_collectives_end_the_job_with_what_each_has_called(
+def test_different_collectives_end_the_job_and_the_calls_of_all_ranks_are_reported(
     job, case, names, tensors
 ):
     running = begun(job, case)
@@ -63,7 +63,7 @@ def test_models_that_differ_between_ranks_end_the_job(job):
         ("optimizers", "StateMismatch"),
     ],
 )
-def test_what_all_ranks_raise_ends_the_job_by_its_name(job, case, name):
+def test_exception_raised_by_all_ranks_ends_the_job_with_its_name(job, case, name):
     running = begun(job, case)
     assert running.wait(60) == 1
     assert verdict(running) == (1, ReasonKind.SAME_EXCEPTION.value)
@@ -76,7 +76,7 @@ def test_what_all_ranks_raise_ends_the_job_by_its_name(job, case, name):
     ("case", "flags", "code", "kind"),
     [("mute", "", 0, "lost, raised"), ("exit code", "--strict", 1, ReasonKind.LOST_QUIT.value)],
 )
-def test_an_end_on_fewer_workers_names_whose_script_failed_and_fails_with_strict(
+def test_end_on_fewer_workers_lists_failed_scripts_and_fails_with_strict(
     job, case, flags, code, kind
 ):
     running = begun(job, case, f"{STAY_AWAY} {flags}")

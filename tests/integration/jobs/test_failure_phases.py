@@ -11,7 +11,7 @@ pytestmark = pytest.mark.forked
 # ---- before training -----------------------------------------------------------------------------
 
 
-def test_two_die_before_init_two_while_they_wait_for_the_first_world_and_one_before_run(job):
+def test_first_world_contains_the_survivors_when_four_of_six_workers_die_during_startup(job):
     """Defect L: the first world is that of the others, even if dead workers had reported that they are ready."""
     dying = "slot=0,place=before init;slot=2,place=before init;slot=4,place=before run"
     training = started(job, 6, DIE=dying, WAIT="slot=5,place=before init,file=go")
@@ -29,7 +29,7 @@ def test_two_die_before_init_two_while_they_wait_for_the_first_world_and_one_bef
 
 
 @pytest.mark.parametrize("behind", [0, pytest.param(1, marks=pytest.mark.nightly)])
-def test_one_dies_when_only_some_have_committed(job, behind):
+def test_newest_commit_is_kept_when_a_worker_dies_before_all_have_committed(job, behind):
     """The world continues from the newest commit, even if rank 0 does not hold it: a commit is not lost."""
     ahead, victim = 1 - behind, 2
     wait = f"slot={behind},step=5,place=stepped,file=go,then=collective"
@@ -52,7 +52,7 @@ def test_one_dies_when_only_some_have_committed(job, behind):
 # ---- in a recovery -------------------------------------------------------------------------------
 
 
-def test_a_second_one_dies_in_the_middle_of_a_recovery(job):
+def test_second_worker_dies_during_a_recovery(job):
     """Defect Y: a second loss during a recovery is one more loss, not the end of the job."""
     training = started(
         job, 4, DIE="slot=3,step=4,place=forward", WAIT="slot=1,place=restore,file=go"
@@ -69,13 +69,13 @@ def test_a_second_one_dies_in_the_middle_of_a_recovery(job):
 # ---- at the end ----------------------------------------------------------------------------------
 
 
-def test_two_die_between_their_last_commit_and_the_end(job):
+def test_two_workers_die_between_their_last_commit_and_the_end(job):
     training = started(job, 3, DIE="slot=0,place=end;slot=2,place=end")
     training.succeed()
     History(training).check()
 
 
-def test_one_dies_that_has_returned_before_all_have(job):
+def test_worker_that_has_returned_dies_before_all_have_returned(job):
     """Defect O: the job is not over before all have returned; those that had go back to work if need be."""
     training = started(job, 3, WAIT="slot=1,place=end,file=go")
     training.until(lambda: len(training.events("WorkerReturned")) == 2, "two that have returned")
@@ -87,7 +87,7 @@ def test_one_dies_that_has_returned_before_all_have(job):
     History(training).check()
 
 
-def test_the_last_one_dies_when_all_others_have_returned(job):
+def test_last_worker_dies_after_all_other_workers_have_returned(job):
     training = started(job, 3, WAIT="slot=1,place=end,file=go")
     training.until(lambda: len(training.events("WorkerReturned")) == 2, "two that have returned")
     kill_slot(training, 1)

@@ -27,7 +27,7 @@ def is_a_fork(pid: int) -> bool:
     return b"forking.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def test_a_forked_worker_finds_in_its_process_what_a_started_one_finds(tmp_path):
+def test_forked_worker_has_the_same_process_facts_as_a_started_one(tmp_path):
     found = {}
     for forked in (True, False):
         folder = tmp_path / str(forked) / "job"
@@ -52,7 +52,7 @@ def test_a_forked_worker_finds_in_its_process_what_a_started_one_finds(tmp_path)
 
 @pytest.mark.nightly
 @pytest.mark.forked
-def test_a_fork_that_its_driver_has_no_more_is_started_instead(job):
+def test_worker_is_started_normally_when_no_fork_is_left(job):
     """Two workers and what is spare are forks, those after them are not: the job does not notice."""
     failing = job(
         "-np 2 --min-np 1 --blacklist-cooldown-range 0.1 0.1 --slot-attempts 5",
@@ -70,14 +70,14 @@ def test_a_fork_that_its_driver_has_no_more_is_started_instead(job):
 
 
 @pytest.mark.forked
-def test_its_exit_status_is_that_of_the_job(job):
+def test_exit_status_of_a_forked_driver_is_that_of_the_job(job):
     failing = job("-np 1", ["python", SCRIPTS / "plain.py", "0", "7"])
     assert failing.driver.poll() is None
     assert failing.wait() == 7 and failing.driver.poll() == 7
 
 
 @pytest.mark.forked
-def test_agents_are_forks_and_so_are_their_workers(job):
+def test_agents_and_their_workers_are_forks(job):
     waiting = job(HOSTS, ["python", OWN_PROCESS, "wait"])
     waiting.wait_for("wrote its facts", count=2)
     workers = [event["pid"] for event in waiting.events("WorkerConnected")]

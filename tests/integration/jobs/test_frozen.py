@@ -72,7 +72,7 @@ def metrics(port: int) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_stops_for_which_no_worker_is_fenced(job):
+def test_short_stops_and_stops_of_the_whole_job_fence_no_worker(job):
     """One that is shorter than the lease; and one of the driver too, as when a laptop sleeps: all processes stand
     still, and all go on.
     """
@@ -93,7 +93,7 @@ def test_stops_for_which_no_worker_is_fenced(job):
 
 
 @pytest.mark.nightly
-def test_a_worker_that_trains_alone_may_be_stopped_without_limit(job):
+def test_only_worker_of_a_job_may_be_stopped_without_limit(job):
     training = at_work(job, 1)
     pid = pid_of(training, 0)
     os.kill(pid, signal.SIGSTOP)
@@ -107,7 +107,7 @@ def test_a_worker_that_trains_alone_may_be_stopped_without_limit(job):
 # ---- can't be killed ------------------------------------------------------------------------------------------
 
 
-def test_no_worker_waits_for_a_frozen_one_that_survives_sigkill(job):
+def test_frozen_worker_that_survives_sigkill_delays_no_other_worker(job):
     """A cgroup of the old kind holds a killed process until it is thawed."""
     with freezer("freezer") as cgroup:
         training = at_work(job, 3)
@@ -137,7 +137,7 @@ sys.exit(cli.main())
 """
 
 
-def test_an_abandoned_worker_that_wakes_changes_nothing_and_ends(job, tmp_path, monkeypatch):
+def test_abandoned_worker_that_resumes_changes_no_state_and_exits(job, tmp_path, monkeypatch):
     program = tmp_path / "withholding"
     program.write_text(WITHHOLDING.format(python=sys.executable))
     program.chmod(0o755)

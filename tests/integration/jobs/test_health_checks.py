@@ -58,7 +58,7 @@ def errors_about_health(job: Job) -> list[dict]:
     return [each for each in lines if (each.get("about") or {}).get("kind") == "unhealthy"]
 
 
-def test_host_whose_check_fails_joins_once_it_passes(job, tmp_path):
+def test_host_with_a_failed_check_joins_once_the_check_passes(job, tmp_path):
     check = Check(tmp_path, 'echo "GPU 0 is off the bus"; exit 4')
     training = started(job, f"--health-check {check.script}", tmp_path)
     only_the_first_trains(training)

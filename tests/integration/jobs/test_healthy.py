@@ -57,7 +57,7 @@ def test_a_worker_that_computes_writes_or_is_in_a_long_phase_is_not_idle(job):
     let_end(training)
 
 
-def test_a_late_worker_in_its_first_collective_is_waited_for(job):
+def test_world_waits_for_a_late_worker_in_its_first_collective(job):
     """Longer than it takes ranks to connect: rank 0 may validate a restored model before it trains."""
     connecting = ["env", "HOROVOD_GLOO_TIMEOUT_SECONDS=2", *STALLING]  # of the workers only
     rule = {"STALL": "slot=0,place=enter,how=evaluation,file=go"}
@@ -71,7 +71,7 @@ def test_a_late_worker_in_its_first_collective_is_waited_for(job):
 
 
 @pytest.mark.nightly
-def test_whom_a_debugger_holds_is_not_fenced(job):
+def test_worker_held_by_a_debugger_is_not_fenced(job):
     training = stalling(job, 3, "slot=1,step=4,place=stepped,how=pause,file=go", "--idle-timeout 5")
     training.until((training.folder / "stalls.1").exists, "a worker that pauses")
     with debugged(pid_of(training, 1)):
@@ -81,7 +81,7 @@ def test_whom_a_debugger_holds_is_not_fenced(job):
 
 
 @pytest.mark.nightly
-def test_a_slow_start_is_none_of_it(job):
+def test_slow_start_is_not_limited_by_stall_timeouts(job):
     """Imports and models take their time, while the others are ready. Its own limit is --start-timeout."""
     flags = "--lease 1 --idle-timeout 1 --busy-warning 1 --busy-timeout 2"
     training = stalling(job, 3, "slot=2,place=before init,how=pause,file=go", flags)

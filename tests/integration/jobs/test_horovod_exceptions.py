@@ -21,7 +21,7 @@ def said(running, what: str) -> list[str]:
     return sorted(f"{m[1]}: {m[2]}" for m in found if m)
 
 
-def test_a_script_raises_them_to_be_recovered(job):
+def test_horovod_exceptions_raised_by_a_script_trigger_recovery(job):
     """Slot 2 dies at step 2. At 5 and at 9 one of the others raises HostsUpdatedInterrupt: its steps since the last
     commit, after 4 and 8, stay. At 10 slot 0 raises HorovodInternalError: everybody goes back.
     """
@@ -42,7 +42,7 @@ def test_a_script_raises_them_to_be_recovered(job):
     assert said(running, "ends") == ["0: trained 16.0 2", "1: trained 16.0 2"]
 
 
-def test_a_script_catches_them_and_raises_them_again(job):
+def test_horovod_exceptions_can_be_caught_and_raised_again_by_a_script(job):
     """A planned change is a HostsUpdatedInterrupt, and listeners hear of it before. A lost peer is a
     HorovodInternalError; a script that swallows it can commit nothing of the step that was cut short.
     """
@@ -60,7 +60,7 @@ def test_a_script_catches_them_and_raises_them_again(job):
 
 
 @pytest.mark.parametrize("flags", ["-np 2", "-np 2 --min-np 1"])
-def test_a_retry_loop_of_a_script_s_own_survives_what_one_worker_raises(job, flags):
+def test_retry_loop_of_a_script_survives_an_exception_of_one_worker(job, flags):
     """It leaves by shutdown(), which interrupts the others; all reach init() again."""
     running = job(flags, OWN_LOOP)
     running.succeed()
@@ -69,7 +69,7 @@ def test_a_retry_loop_of_a_script_s_own_survives_what_one_worker_raises(job, fla
     assert said_at_the_end(running) == ["0 ends 12.0 2", "1 ends 12.0 2"]
 
 
-def test_it_does_not_survive_a_lost_worker(job):
+def test_retry_loop_without_elastic_run_ends_when_a_worker_is_lost(job):
     """Without elastic.run a newcomer can't get the others' state: the job ends immediately, with the reason."""
     running = job("-np 2 --min-np 1", OWN_LOOP, env={"DIE": "9"})
     assert running.wait(40) in (1, 137)  # that of whose word came first

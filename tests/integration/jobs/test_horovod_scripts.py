@@ -36,7 +36,7 @@ def test_the_scripts_do_not_mention_elastic(script):
 
 
 @pytest.mark.forked
-def test_mnist(job):
+def test_mnist_example_reaches_its_accuracy(job):
     running = job("-np 2", command("horovod_mnist.py", "--epochs 4 --fp16-allreduce"))
     running.succeed()
     reached = [
@@ -73,7 +73,7 @@ def test_imagenet_resumes_from_its_last_checkpoint(job, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.forked
-def test_synthetic_benchmark(job):
+def test_synthetic_benchmark_reports_per_worker_and_total_rates(job):
     flags = "--batch-size 4 --width 8 --num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3"
     running = job("-np 2", command("horovod_synthetic_benchmark.py", flags))
     running.succeed()
@@ -85,7 +85,7 @@ def test_synthetic_benchmark(job):
 
 @pytest.mark.slow
 @pytest.mark.forked
-def test_elastic_training_while_workers_are_killed(job):
+def test_elastic_training_continues_when_workers_are_killed(job):
     """First rank 0, then another one; the learning rate follows the size of the world."""
     running = job(
         "-np 3 --min-np 1 --blacklist-cooldown-range 0.5 1",
@@ -103,7 +103,7 @@ def test_elastic_training_while_workers_are_killed(job):
 
 
 @pytest.mark.forked
-def test_process_sets_with_alltoall(job):
+def test_process_sets_script_trains_two_sets_with_alltoall(job):
     running = job("-np 3", command("horovod_process_sets.py", "--steps 41"))
     running.succeed()
     for number in (1, 2):

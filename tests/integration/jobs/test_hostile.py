@@ -98,7 +98,7 @@ def where_it_is_seen(training: Job, secret: str) -> list[str]:
 @pytest.mark.parametrize(
     "tls", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["clear", "tls"]
 )
-def test_unauthenticated_peers_change_nothing_and_learn_nothing(job, tmp_path, tls):
+def test_unauthenticated_peers_neither_affect_a_job_nor_receive_data(job, tmp_path, tls):
     if tls and OPENSSL is None:
         pytest.skip("needs openssl")
     paths = new_authority(tmp_path).sign("host") if tls else None

@@ -51,7 +51,7 @@ def undisturbed_by(training: Job, worker: str) -> None:
 # ---- one that joins ------------------------------------------------------------------------------
 
 
-def test_others_train_on_while_a_newcomer_starts(job, tmp_path):
+def test_existing_workers_train_while_a_joining_worker_starts(job, tmp_path):
     """Its start does not affect the others: the world changes when it is ready, and not before."""
     hosts = Hosts(tmp_path, "localhost:2")
     training = hosts.start(
@@ -80,7 +80,7 @@ def test_others_train_on_while_a_newcomer_starts(job, tmp_path):
     "optimizer",
     ["SGD", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("plain SGD", "Adam"))],
 )
-def test_a_newcomer_gets_everything_and_keeps_it_through_a_rollback(job, optimizer):
+def test_joining_worker_restores_the_received_state_after_a_rollback(job, optimizer):
     """Defects H, I and J: weights though it began with others, the optimizer's state, options that were changed once.
 
     Before its first own commit another worker dies: the newcomer goes back to what it was given.
@@ -148,7 +148,7 @@ def test_a_newcomer_is_ready_in_the_middle_of_a_recovery(job):
     assert joined["step"] == 5
 
 
-def test_a_newcomer_with_another_model_harms_only_itself(job):
+def test_joining_worker_with_another_model_fails_alone_and_its_slot_is_given_up(job):
     """It gets the difference; the others never stop, and its slot is given up in the end."""
     training = started(
         job,
@@ -171,7 +171,7 @@ def test_a_newcomer_with_another_model_harms_only_itself(job):
 
 
 @pytest.mark.nightly
-def test_hosts_added_one_after_another_removed_and_added_again(job, tmp_path):
+def test_hosts_can_be_added_removed_and_added_again(job, tmp_path):
     """Defects N and Z: each is used, a removal is no failure, and a removed host may return."""
     hosts = Hosts(tmp_path, "localhost:1")
     training = hosts.start(job, 1, HOLD="1:file=a;2:file=b;4:file=c;6:file=d")
@@ -241,7 +241,7 @@ def test_a_host_is_added_while_a_recovery_is_under_way(job, tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_newcomer_dies_while_all_stop_for_it(job):
+def test_joining_worker_dies_while_members_stop_for_its_admission(job):
     """Rank 0 is busy before its next commit, so the change has begun and can't be completed."""
     training = started(
         job,

@@ -66,7 +66,7 @@ def results(request, tmp_path_factory) -> Iterator[tuple[dict[Cell, Future[None]
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("batch", JOBS)
-def test_every_cell_of_a_job_ends_as_it_should(results, batch):
+def test_each_matrix_cell_has_the_expected_end(results, batch):
     futures, file = results
     futures[batch[-1]].result(timeout=600)
     found = command.read(file)
@@ -82,7 +82,7 @@ def test_a_cell_that_can_not_be_run_here_has_a_reason(cell: Cell):
 
 
 @pytest.mark.timeout(300)
-def test_a_cell_with_an_unexpected_end_fails_and_reports_what_happened(
+def test_matrix_cell_with_an_unexpected_end_fails_and_reports_the_events(
     tmp_path, monkeypatch, capsys
 ):
     """A matrix that can't fail proves nothing: here a killed worker is wrongly expected to leave."""

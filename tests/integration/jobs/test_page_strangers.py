@@ -61,7 +61,7 @@ def answer(link: str, *lines: str, path: str = "/events", method: str = "GET") -
         return told
 
 
-def test_unauthenticated_viewers_see_nothing_and_training_continues(job, tmp_path, monkeypatch):
+def test_unauthenticated_viewers_see_no_data_and_training_continues(job, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))

@@ -42,7 +42,7 @@ def test_groups_made_in_each_world_have_names_that_newcomers_agree_on(job: Any, 
         ),
     ],
 )
-def test_what_belongs_to_one_world_is_refused_before_an_update_in_another(
+def test_objects_bound_to_one_world_are_refused_before_an_update_in_another(
     job: Any, how: str, held: bool, kind: Fixed
 ):
     training = job(
@@ -57,7 +57,7 @@ def test_what_belongs_to_one_world_is_refused_before_an_update_in_another(
 
 
 @pytest.mark.forked
-def test_replica_of_each_world_and_one_that_is_not_trained_may_stay_outside_of_the_state(job: Any):
+def test_replica_of_each_world_and_an_untrained_one_may_be_outside_of_the_state(job: Any):
     training = job(
         "-np 4 --min-np 2 --blacklist-cooldown-range 100 100",
         ["python", SCRIPTS / "not_elastic.py"],
@@ -83,7 +83,7 @@ except RuntimeError as error:
 
 
 @pytest.mark.forked
-def test_ranks_that_call_different_collectives_all_get_the_calls_of_all(job: Any, tmp_path: Path):
+def test_different_collectives_report_the_calls_of_all_ranks_on_all_ranks(job: Any, tmp_path: Path):
     script = tmp_path / "differ.py"
     script.write_text(DIFFER)
     training = job("-np 3", ["python", script])

@@ -25,7 +25,7 @@ def waits(training: Job) -> dict[int, Json]:
     return {event["worker"][1]: event for event in said if event.get("inside") == LOSS}
 
 
-def test_those_that_wait_name_the_collective_and_say_when_it_is_over(job):
+def test_waiting_workers_report_the_collective_and_its_end(job):
     training = stalling(job, "slot=1,step=4", "--blacklist-cooldown-range 60 60")
     training.until(lambda: waits(training).keys() == {0, 2}, "two that wait")
     assert all(event["waited_s"] >= 1.0 for event in waits(training).values())
@@ -38,7 +38,7 @@ def test_those_that_wait_name_the_collective_and_say_when_it_is_over(job):
     History(training).check()
 
 
-def test_a_worker_that_copied_its_state_to_a_newcomer_counts_like_the_others(job):
+def test_worker_that_copied_state_to_a_joining_one_counts_collectives_like_its_peers(job):
     """Else two that wait in the same collective would look as if they were in different ones."""
     training = stalling(
         job, "slot=2,start=2,step=6", RETURN, DIE="slot=2,step=3,place=stepped", HOLD="5:size=3"

@@ -43,7 +43,7 @@ def until_saved(training: Job, worker: str, step: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [pytest.param("SGD", marks=pytest.mark.nightly), "Adam"])
-def test_kills_and_joins_leave_no_trace_in_the_losses(job, optimizer):
+def test_losses_equal_an_undisturbed_run_after_kills_and_joins(job, optimizer):
     """Defects B and E: slots return, all of them, and Python values go back with the weights."""
     dying = "slot=0,step=5,place=backward;slot=2,step=9,place=commit;slot=1,step=12,place=forward"
     training = started(
@@ -60,7 +60,7 @@ def test_kills_and_joins_leave_no_trace_in_the_losses(job, optimizer):
     History(training).check(steps=30, optimizer=optimizer)
 
 
-def test_a_kill_from_outside_at_any_moment(job):
+def test_training_survives_sigkill_of_workers_at_any_moment(job):
     """As by `kill -9`: without preparation, at any moment."""
     training = started(job, 3, STEPS="400")
     for size, rank in ((3, 2), (2, 0)):
@@ -73,7 +73,7 @@ def test_a_kill_from_outside_at_any_moment(job):
 
 
 @pytest.mark.nightly
-def test_kills_and_joins_when_few_commits_copy_then_leave_no_trace_in_the_losses(job):
+def test_losses_equal_an_undisturbed_run_when_few_commits_are_copied(job):
     """The steps since the newest copy are repeated after a kill, and none at a planned change."""
     training = started(
         job,
@@ -122,7 +122,7 @@ def test_a_script_of_horovod_counts_every_sample_once(job, flags, full):
 # ---- errors of user code -------------------------------------------------------------------------
 
 
-def test_an_exception_of_one_worker_is_its_own_trouble_and_horovods_is_a_recovery(job):
+def test_exception_of_one_worker_restarts_its_slot_and_horovod_errors_only_recover(job):
     """After its own one, its traceback is shown, its slot cools down and returns, the others go on at once. Raised by
     the script, `HorovodInternalError` costs nobody.
     """
@@ -138,7 +138,7 @@ def test_an_exception_of_one_worker_is_its_own_trouble_and_horovods_is_a_recover
     History(training).check()
 
 
-def test_no_worker_waits_for_the_interpreter_of_one_that_called_sys_exit(job):
+def test_worker_that_called_sys_exit_delays_no_recovery_while_its_process_runs(job):
     training = started(job, 3, RAISE="slot=1,step=5,place=stepped,error=exit")
     training.wait_for_world(3)
     training.wait_for_world(2)  # its sockets are still open, and its process runs on
@@ -151,7 +151,7 @@ def test_no_worker_waits_for_the_interpreter_of_one_that_called_sys_exit(job):
     History(training).check()
 
 
-def test_the_same_exception_in_all_ends_the_job(job):
+def test_same_exception_on_all_workers_ends_the_job(job):
     """Defect M: no endless loop of restoring what will fail again."""
     training = started(job, 3, RAISE="step=4,place=stepped,error=value")
     assert training.wait() == 1
@@ -181,7 +181,7 @@ def test_a_mismatch_of_shapes_is_an_error_of_the_script(job, when):
     assert not training.events("WorkerFailed")
 
 
-def test_worlds_that_break_again_and_again_end_the_job(job):
+def test_worlds_that_break_repeatedly_without_lost_workers_end_the_job(job):
     """Defect M: without a lost or new worker, a third attempt is the last."""
     training = started(job, 2, RAISE="step=4,place=stepped,error=horovod")
     assert training.wait() == 1
@@ -199,7 +199,7 @@ def test_user_code_that_catches_every_exception_does_not_swallow_a_loss(job):
 # ---- limits --------------------------------------------------------------------------------------
 
 
-def test_reset_limit_ends_the_job_at_one_failure_more(job):
+def test_reset_limit_ends_the_job_at_the_next_failure(job):
     training = started(
         job,
         3,
@@ -211,7 +211,7 @@ def test_reset_limit_ends_the_job_at_one_failure_more(job):
     assert len(training.actions("BreakWorld")) == 1
 
 
-def test_below_min_np_the_job_waits_logs_it_and_gives_up(job):
+def test_job_below_min_np_logs_its_wait_and_ends_at_the_elastic_timeout(job):
     """Defect A: no wait without an end."""
     training = job(
         f"-np 2 --min-np 2 {STAY_AWAY} --elastic-timeout 2",
@@ -223,7 +223,7 @@ def test_below_min_np_the_job_waits_logs_it_and_gives_up(job):
     training.wait_for(wording.ONLY_WORKERS_READY_AFTER)
 
 
-def test_a_slot_whose_workers_crash_again_and_again_is_given_up(job):
+def test_slot_whose_workers_crash_repeatedly_is_given_up(job):
     """Defect B: the slot is, not its host. It backs off first, and its last words are shown."""
     training = started(
         job,
@@ -264,7 +264,7 @@ def test_sigterm_lets_a_worker_leave_at_its_next_commit(job):
     assert repeated == list(range(10)), "no step was done twice"
 
 
-def test_a_second_worker_is_killed_while_too_few_are_left(job):
+def test_second_worker_is_killed_while_the_job_waits_below_min_np(job):
     """Defect Y: below --min-np the job continues when slots return. The survivor has kept the commit."""
     training = job(
         f"-np 3 --min-np 3 {RETURN}",

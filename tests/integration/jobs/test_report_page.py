@@ -60,7 +60,7 @@ def report_in(folder: Path) -> str:
     return (folder / "report.html").as_uri()
 
 
-async def test_no_card_of_the_report_is_cut(tmp_path):
+async def test_cards_of_the_report_fit_the_page_width(tmp_path):
     async with Browser() as browser:
         for width in (1280, 400):
             await browser.open(report_in(tmp_path), width=width)
@@ -71,7 +71,7 @@ async def test_no_card_of_the_report_is_cut(tmp_path):
         assert browser.errors == []
 
 
-async def test_a_film_opens_by_itself(tmp_path):
+async def test_film_opens_as_a_standalone_svg(tmp_path):
     story = JobHistory(TimeSpent(JobView()))
     rows = WorkerRows(story.view)
     place = Place(0, 1, 0, 1, 0, 1)
@@ -89,7 +89,7 @@ async def test_a_film_opens_by_itself(tmp_path):
         assert browser.errors == []
 
 
-async def test_the_live_page_names_the_slowest_worker_and_shows_what_each_uses(tmp_path):
+async def test_live_page_names_the_slowest_worker_and_shows_resource_usage(tmp_path):
     model = PageModel(TimeSpent(JobView()), name="job", command=["train.py"], least=1, most=9)
     workers = [Worker("h", slot) for slot in range(3)]
     places = [Place(rank, 3, rank, 3, 0, 1) for rank in range(3)]

@@ -54,7 +54,7 @@ def driver(tmp_path) -> Iterator[Callable[..., Driver]]:
     assert not left, f"these processes outlived their job: {left}"
 
 
-def test_all_reports_are_delivered_before_launch_returns_whatever_the_callback_does(driver):
+def test_all_reports_are_delivered_before_launch_returns_when_the_callback_raises(driver):
     launched = driver("few")
     result = launched.result()
     assert result["values"] == [0, 1]
@@ -66,7 +66,7 @@ def test_all_reports_are_delivered_before_launch_returns_whatever_the_callback_d
     assert launched.output.count(wording.CALLBACK_REPORTS_RAISED_KEYERROR) == 1
 
 
-def test_a_stopped_driver_delays_no_worker_and_gets_the_newest_reports_later(driver, tmp_path):
+def test_newest_reports_arrive_after_a_stopped_driver_continues(driver, tmp_path):
     launched = driver("many")
     launched.until(lambda: "has 1 worker" in launched.output, "its world", DEADLINE_S)
     launched.process.send_signal(signal.SIGSTOP)
@@ -80,7 +80,7 @@ def test_a_stopped_driver_delays_no_worker_and_gets_the_newest_reports_later(dri
     assert launched.dropped() == 4000 - len(numbers)
 
 
-def test_with_agents_the_successor_of_a_killed_driver_gets_the_remaining_reports(driver, tmp_path):
+def test_successor_driver_gets_the_remaining_reports_through_agents(driver, tmp_path):
     hosts = ["-H", "localhost:1,127.0.0.2:1", "-np", "2", "--min-np", "1"]
     flags = [*hosts, "--journal", "journal", "--resume"]
     first = driver("drive", *flags)

@@ -50,7 +50,7 @@ def acted_upon(running: subprocess.Popen[str], until: int) -> int:
     return last
 
 
-def test_nothing_is_missing_that_a_killed_driver_has_acted_upon(tmp_path):
+def test_journal_contains_all_stops_that_a_killed_driver_acted_upon(tmp_path):
     """Killed anywhere, also between two parts of a line, and gone on with, again and again."""
     path = tmp_path / "journal.jsonl"
     least = 0
@@ -77,7 +77,7 @@ def test_nothing_is_missing_that_a_killed_driver_has_acted_upon(tmp_path):
 
 
 @pytest.mark.etcd
-def test_in_etcd_a_driver_that_was_replaced_writes_nothing(tmp_path):
+def test_replaced_driver_cannot_write_its_journal_in_etcd(tmp_path):
     async def first_and_second(etcd: EtcdClient, other: EtcdClient) -> None:
         one = Leadership(etcd, "night", lambda level, text: None)
         await one.acquire()

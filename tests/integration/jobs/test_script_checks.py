@@ -34,7 +34,7 @@ CASES = [(case, kinds) for case, kinds in WRONG.items()] + [(case, set()) for ca
         for case, kinds in CASES
     ],
 )
-def test_each_mistake_is_reported_in_the_first_steps_and_nothing_else(job, case, kinds):
+def test_each_mistake_is_reported_in_the_first_steps_without_false_reports(job, case, kinds):
     training = job("-np 2 --min-np 1", ["python", SCRIPTS / "mistaken.py"], env={"CASE": case})
     training.succeed(90)
     assert sorted(ANCHOR.findall(training.output)) == sorted(kinds)
@@ -50,7 +50,7 @@ def test_a_script_that_never_mentions_commits_is_reported(job):
 
 
 @pytest.mark.forked
-def test_strict_ends_the_job_with_exit_code_2_before_it_trains_on(job):
+def test_strict_ends_the_job_with_exit_code_2_at_the_first_mistake(job):
     command = ["python", SCRIPTS / "mistaken.py"]
     training = job("-np 2 --min-np 1 --strict", command, env={"CASE": "nothing"})
     assert training.wait(60) == 2
@@ -59,7 +59,7 @@ def test_strict_ends_the_job_with_exit_code_2_before_it_trains_on(job):
 
 
 @pytest.mark.forked
-def test_checks_that_are_off_report_nothing(job):
+def test_disabled_checks_report_no_mistake(job):
     command = ["python", SCRIPTS / "mistaken.py"]
     off = {"CASE": "nothing", "ELASTIC_CHECKS": "off"}
     training = job("-np 2 --min-np 1 --strict", command, env=off)
@@ -77,7 +77,7 @@ def test_checks_that_are_off_report_nothing(job):
         *("accelerate_elastic.py", "transformers_elastic.py", "horovod/horovod_elastic.py"),
     ],
 )
-def test_examples_are_right(job, example):
+def test_strict_check_finds_no_mistake_in_the_examples(job, example):
     training = job("-np 2 --min-np 1 --strict", [sys.executable, *f"{EXAMPLES}/{example}".split()])
     training.succeed(240)
     assert not ANCHOR.findall(training.output)

@@ -65,7 +65,7 @@ def check(found: list[dict[str, Any]], steps: int = STEPS, feature: str = "plain
 
 
 @pytest.mark.timeout(300)
-def test_kills_of_rank_0_and_others_and_joins(job: Any):
+def test_kills_of_rank_0_and_another_worker_with_joins(job: Any):
     rules = (
         "backward kill slot=0 incarnation=1 step=5; shard-mirror kill slot=2 incarnation=1 step=15"
     )
@@ -101,7 +101,7 @@ def test_options_that_differ_between_ranks_end_the_job(job: Any, differs: dict[s
 
 
 @pytest.mark.nightly
-def test_the_example_goes_on_after_a_kill(job: Any):
+def test_fsdp_example_continues_after_a_kill(job: Any):
     example_survives_a_kill(job, EXAMPLES / "fsdp_elastic.py")
 
 
@@ -114,7 +114,7 @@ def test_the_example_with_six_kills_and_joins_ends_with_the_loss_of_an_undisturb
 @pytest.mark.nightly
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("place", PLACES)
-def test_a_kill_of_any_rank_at_any_place(job: Any, place: str, rank: int):
+def test_sharded_training_survives_a_kill_of_any_rank_at_any_place(job: Any, place: str, rank: int):
     found = trained(job, f"{place} kill rank={rank} step=5 size=4")
     check(found)
     assert len(found) == 3
@@ -122,7 +122,7 @@ def test_a_kill_of_any_rank_at_any_place(job: Any, place: str, rank: int):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("place", ["backward", "shard-copy", "shard-seal"])
-def test_on_one_host_all_but_one_can_be_lost_at_once(job: Any, place: str, tmp_path: Path):
+def test_all_workers_of_one_host_but_one_can_be_lost_at_once(job: Any, place: str, tmp_path: Path):
     rule = at_once(tmp_path, f"{place} kill slot=0,1,2 step=5 victims=3")
     found = trained(job, rule, f"{GONE} --min-np 1")
     check(found)
@@ -131,7 +131,7 @@ def test_on_one_host_all_but_one_can_be_lost_at_once(job: Any, place: str, tmp_p
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("place", AGAIN)
-def test_a_second_kill_while_the_others_recover(job: Any, place: str):
+def test_second_kill_during_a_recovery(job: Any, place: str):
     """``state-copy`` is only reached if a worker has joined."""
     if place == "state-copy":
         rules = "backward kill slot=1 incarnation=1 step=5; state-copy kill slot=1 incarnation=2"
@@ -188,7 +188,9 @@ def test_fsdp2_features_continue_after_a_kill_and_a_join(job: Any, feature: str)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("place", PLACES)
-def test_with_replicas_a_kill_at_any_place_and_a_join(job: Any, place: str, apart: bool):
+def test_replicated_shards_survive_a_kill_at_any_place_and_a_join(
+    job: Any, place: str, apart: bool
+):
     rules = f"{place} kill slot=1 incarnation=1 step=5; {place} kill slot=0 incarnation=1 step=15"
     env = {"LEAST": "2", "ELASTIC_DIGESTS": "1"} | (APART if apart else {})
     found = trained(job, rules, BACK, 24, FULL="10", **env)
@@ -200,7 +202,7 @@ def test_with_replicas_a_kill_at_any_place_and_a_join(job: Any, place: str, apar
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("place", ["rendezvous", "shard-moved", "shard-placed"])
-def test_with_replicas_a_second_kill_while_the_others_recover(job: Any, place: str):
+def test_second_kill_during_a_recovery_with_replicas(job: Any, place: str):
     generation = " generation=2" if place == "rendezvous" else ""
     size = 4 if generation else 3
     rules = f"backward kill slot=1 step=5; {place} kill slot=3 size={size}{generation} step=5"
@@ -222,7 +224,7 @@ def test_a_replica_holds_the_shard_of_a_lost_worker_without_copies(job: Any):
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("least", ["1", "3", "4"])
-def test_with_any_least_number_of_shards_a_kill_and_a_join(job: Any, least: str):
+def test_training_with_any_least_number_of_shards_survives_a_kill_and_a_join(job: Any, least: str):
     rules = "backward kill slot=0 incarnation=1 step=5"
     flags = f"{BACK} --min-np {least}"
     found = trained(job, rules if least != "4" else "", flags, 14, FULL="10", LEAST=least)
@@ -245,7 +247,7 @@ def test_fsdp2_features_continue_with_replicas(job: Any, feature: str):
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("apart", [False, True])
-def test_with_replicas_twelve_kills_and_joins(job: Any, apart: bool):
+def test_replicated_shards_survive_twelve_kills_and_joins(job: Any, apart: bool):
     places = [*PLACES, "backward", "shard-mirror", "forward", "shard-seal"]
     rules = [
         f"{place} kill slot={kill % 4} incarnation={kill // 4 + 1} step={10 * kill + 5}"

@@ -77,7 +77,7 @@ def goes_back_where_shards_are_lost(job: Any, tmp_path: Path, **env: str) -> Non
 
 
 @pytest.mark.timeout(300)
-def test_two_workers_resume_from_a_checkpoint_of_three_and_a_plain_model_loads_it(
+def test_checkpoint_of_three_workers_resumes_on_two_and_exports_to_a_plain_model(
     job: Any, tmp_path: Path
 ):
     folder = tmp_path / "all"
@@ -100,7 +100,7 @@ def test_two_workers_resume_from_a_checkpoint_of_three_and_a_plain_model_loads_i
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", ["torch", pytest.param("ours", marks=pytest.mark.nightly)])
-def test_other_numbers_of_workers_and_a_plain_optimizer_go_on_from_entries_in_parts(
+def test_partitioned_entries_resume_with_another_world_size_and_load_into_a_plain_optimizer(
     job: Any, tmp_path: Path, how: str
 ):
     folder = tmp_path / "all"
@@ -122,7 +122,7 @@ def test_other_numbers_of_workers_and_a_plain_optimizer_go_on_from_entries_in_pa
     ("how", "feature"),
     [*(("torch", each) for each in zero.FEATURES), *(("ours", each) for each in zero.OF_OURS)],
 )
-def test_any_number_of_workers_goes_on_from_entries_in_parts(
+def test_any_number_of_workers_resumes_from_partitioned_entries(
     job: Any, tmp_path: Path, how: str, feature: str
 ):
     before = 0
@@ -135,7 +135,7 @@ def test_any_number_of_workers_goes_on_from_entries_in_parts(
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", ["torch", "ours"])
-def test_survivors_go_back_to_a_checkpoint_where_entries_are_lost(
+def test_survivors_resume_from_a_checkpoint_when_entries_are_lost(
     job: Any, tmp_path: Path, how: str
 ):
     goes_back_where_shards_are_lost(job, tmp_path, ZERO=how)
@@ -167,7 +167,7 @@ def test_replicas_write_each_row_once_and_any_number_of_workers_resumes(job: Any
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_survivors_go_back_to_a_checkpoint_in_their_processes_where_shards_are_lost(
+def test_survivors_resume_from_a_checkpoint_in_their_processes_when_shards_are_lost(
     job: Any, tmp_path: Path
 ):
     goes_back_where_shards_are_lost(job, tmp_path)
@@ -188,7 +188,7 @@ def test_shards_lost_before_the_first_checkpoint_end_the_job(job: Any, tmp_path:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_all_workers_are_killed_and_new_ones_resume_from_the_newest_checkpoint(
+def test_new_workers_resume_from_the_newest_checkpoint_when_all_are_killed(
     job: Any, tmp_path: Path
 ):
     folder = tmp_path / "all"
@@ -218,7 +218,7 @@ def test_sigterm_makes_a_last_checkpoint(job: Any, tmp_path: Path):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_rows_that_one_rank_finds_damaged_send_all_ranks_to_the_checkpoint_before(
+def test_corrupted_rows_found_by_one_rank_make_all_ranks_resume_from_the_previous_checkpoint(
     job: Any, tmp_path: Path
 ):
     folder = tmp_path / "all"
@@ -244,7 +244,7 @@ def test_rows_that_one_rank_finds_damaged_send_all_ranks_to_the_checkpoint_befor
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("wrote", "reads"), [("plain", "sgd"), ("plain", "tied")])
-def test_another_model_or_optimizer_is_refused_and_nothing_is_changed(
+def test_checkpoint_of_another_model_or_optimizer_is_refused_and_not_modified(
     job: Any, tmp_path: Path, wrote: str, reads: str
 ):
     folder = tmp_path / "all"
@@ -262,7 +262,7 @@ def test_another_model_or_optimizer_is_refused_and_nothing_is_changed(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("place", ["durable-rows", "shard-copy"])
-def test_a_kill_while_all_read_leaves_the_others_to_read_again(
+def test_kill_during_a_checkpoint_read_makes_survivors_read_again(
     job: Any, tmp_path: Path, place: str, rank: int
 ):
     folder = tmp_path / "all"

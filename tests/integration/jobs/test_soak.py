@@ -28,7 +28,7 @@ def test_a_process_is_measured_from_outside():
     assert after["sockets"] == before["sockets"]
 
 
-def test_segments_that_are_open_are_counted():
+def test_open_shared_memory_segments_are_counted_as_used():
     path = resources.SEGMENTS / f"elastic-test-{os.getpid()}"
     before = resources.measure(os.getpid())["shm"]
     with path.open("wb"):
@@ -39,7 +39,7 @@ def test_segments_that_are_open_are_counted():
     assert str(path) not in resources.unused_segments()
 
 
-def test_a_semaphore_that_is_mapped_under_another_name_is_used():
+def test_semaphore_mapped_under_another_name_counts_as_used():
     before = resources.segments()
     semaphore = multiprocessing.get_context("spawn").Semaphore()
     names = resources.segments() - before
@@ -50,7 +50,7 @@ def test_a_semaphore_that_is_mapped_under_another_name_is_used():
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_short_soak_measures_judges_and_leaves_nothing(tmp_path):
+def test_short_soak_measures_and_judges_without_leaks(tmp_path):
     flags = "--minutes 0.1 --fault-every 1 --workers 2 --faults kill,freeze --seed 3"
     words = ["soak", *shlex.split(flags)]
     words += ["--sample-every", "0.5", "--json", "soak.json", "--write-doc", "soak.md"]

@@ -225,7 +225,7 @@ LONG = pytest.param(40.0, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize("seconds", [7.0, LONG])
-def test_an_endless_loop_and_its_end_are_shown_on_all_surfaces(stalled, seconds):
+def test_endless_loop_and_its_end_are_shown_on_all_surfaces(stalled, seconds):
     it = stalled()
     it.lasts(seconds)
     culprits = check_live(it, "stalling.py")
@@ -236,7 +236,7 @@ def test_an_endless_loop_and_its_end_are_shown_on_all_surfaces(stalled, seconds)
 
 
 @pytest.mark.nightly
-def test_a_loop_that_the_job_ends_by_a_kill(stalled):
+def test_stall_ended_by_a_kill_is_shown_with_its_end(stalled):
     it = stalled(flags="--idle-timeout 600 --busy-timeout 40")
     it.lasts(30.0)
     culprits = check_live(it, "stalling.py")
@@ -252,7 +252,7 @@ def test_a_loop_that_the_job_ends_by_a_kill(stalled):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", ["pause", "write", "debugger", "sigstop"])
-def test_slow_data_a_slow_disk_a_debugger_and_a_stopped_process(stalled, how):
+def test_slow_data_slow_disk_debugger_and_stopped_process_are_attributed(stalled, how):
     lease = " --lease 60" if how == "sigstop" else ""
     it = stalled("write" if how == "write" else "pause", f"--idle-timeout 600{lease}")
     with contextlib.ExitStack() as stack:
@@ -288,7 +288,7 @@ CELL = "document.querySelector('.cell[data-key=\"localhost:{}\"]')"
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium")
-def test_the_page_in_a_browser_during_a_stall_of_40_s_and_after_it(stalled, tmp_path):
+def test_page_in_a_browser_shows_a_stall_of_40_s_and_its_end(stalled, tmp_path):
     it = stalled()
     it.training.until(it.located, "the line of who is waited for", 60)
     asyncio.run(looked_at(it, tmp_path))

@@ -54,7 +54,7 @@ def start(tmp_path: Path) -> Iterator[object]:
         process.communicate(timeout=DEADLINE_S)
 
 
-def test_worker_of_the_rank_reads_it_and_the_others_read_its_end(start, tmp_path):
+def test_worker_of_the_given_rank_reads_standard_input_and_other_ranks_read_eof(start, tmp_path):
     process = start("-np", "2", "--stdin", "1", sys.executable, "-c", READS)
     process.communicate(b"hello\n", timeout=DEADLINE_S)
     assert process.returncode == 0
@@ -62,7 +62,7 @@ def test_worker_of_the_rank_reads_it_and_the_others_read_its_end(start, tmp_path
     assert (tmp_path / "read.1").read_text() == "hello"
 
 
-def test_every_worker_reads_its_end_when_no_rank_is_given(start, tmp_path):
+def test_every_worker_reads_eof_when_no_rank_is_given(start, tmp_path):
     process = start("-np", "2", sys.executable, "-c", READS)
     process.communicate(b"hello\n", timeout=DEADLINE_S)
     assert [(tmp_path / f"read.{rank}").read_text() for rank in (0, 1)] == ["EOF", "EOF"]
@@ -75,7 +75,7 @@ def test_prompt_is_shown_before_the_answer_is_given(start):
     assert process.returncode == 0
 
 
-def test_worker_that_replaces_the_reader_reads_what_follows(start, tmp_path):
+def test_replacement_of_the_reader_reads_the_remaining_input(start, tmp_path):
     fifo = tmp_path / "goes_on"
     subprocess.run(["mkfifo", fifo], check=True, timeout=DEADLINE_S)
     words = ["-np", "2", "--min-np", "1", "--blacklist-cooldown-range", "0.1", "0.2"]

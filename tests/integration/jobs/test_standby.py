@@ -79,7 +79,7 @@ def cluster(tmp_path):
             made.end()
 
 
-def test_a_driver_that_is_stopped_is_followed_and_does_nothing_when_it_wakes(cluster):
+def test_stopped_driver_is_replaced_and_does_not_act_after_it_resumes(cluster):
     cluster.agent("a")
     first = cluster.driver()
     first.wait_for(wording.LEADS_JOB_TEST_TERM)

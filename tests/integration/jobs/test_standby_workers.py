@@ -33,7 +33,7 @@ def until_all_train(training: Job) -> None:
     training.until(found, "two workers that train")
 
 
-def test_a_standby_takes_the_place_and_the_next_one_follows(job, tmp_path):
+def test_standby_replaces_a_killed_worker_and_the_next_standby_follows(job, tmp_path):
     training = job(FLAGS, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})
     training.wait_for(wording.STANDBY_READY % "localhost:2#1")
     assert members(training) == ["localhost:0#1", "localhost:1#1"]

@@ -82,7 +82,7 @@ def nothing_lost(training: Job, worker: str) -> None:
 
 
 @pytest.mark.forked
-def test_a_job_on_one_machine_is_scaled_and_loses_workers_as_wanted(job, runtime):
+def test_job_on_one_machine_is_scaled_and_workers_are_removed_on_request(job, runtime):
     training = job(
         "-np 2 --min-np 1 --job bert --reset-limit 0",
         TRAINING,
@@ -156,7 +156,7 @@ def test_the_log_of_a_job_fits_100_columns(job, runtime, tmp_path):
 @pytest.mark.forked
 @pytest.mark.nightly
 @pytest.mark.timeout(180)
-def test_a_job_on_one_machine_goes_from_4_to_8_to_3_and_a_host_is_drained(job, runtime):
+def test_job_on_one_machine_scales_from_4_to_8_to_3_and_a_host_is_drained(job, runtime):
     training = job(
         "-H localhost:4,127.0.0.2:4 -np 4 --min-np 1 --max-np 4 --job bert --reset-limit 0",
         TRAINING,

@@ -81,7 +81,7 @@ def test_a_worker_that_misses_a_recovery_or_never_returns_is_fenced(job):
 
 
 @pytest.mark.nightly
-def test_without_a_check_all_workers_are_waited_for(job):
+def test_all_workers_are_waited_for_until_the_collective_timeout_without_a_stall_check(job):
     """Nothing but the collective's own timeout ends it, if one is given."""
     flags = "--no-stall-check --gloo-timeout-seconds 3"
     training = stalling(job, 2, "slot=1,step=4,place=forward,how=sleep", flags)
@@ -92,7 +92,7 @@ def test_without_a_check_all_workers_are_waited_for(job):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_the_straggler_when_a_standby_is_ready_then_it_is_replaced_and_no_commit_is_lost(job):
+def test_straggler_when_a_standby_is_ready_then_is_replaced_without_losing_a_commit(job):
     """Named and replaced after two reports, each of which covers half a minute."""
     flags = "--max-np 3 -H localhost:4 --standbys 1 --replace-stragglers"
     training = stalling(job, 3, "slot=2,place=forward,how=slow", flags, STEPS="100000")

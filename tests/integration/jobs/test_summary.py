@@ -102,7 +102,7 @@ def until_two_train(training: Job) -> None:
 @pytest.mark.parametrize(
     "kills", [3, pytest.param(50, marks=[pytest.mark.nightly, pytest.mark.timeout(450)])]
 )
-def test_the_parts_add_up_and_agree_with_the_journal(job, tmp_path, monkeypatch, kills):
+def test_summary_parts_add_up_and_match_the_journal(job, tmp_path, monkeypatch, kills):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     env = {"ELASTIC_TEST_FOLDER": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
     env[SPARE_WORKERS] = str(kills)  # else most of it would be imports of newcomers
@@ -168,7 +168,7 @@ def test_the_parts_add_up_and_agree_with_the_journal(job, tmp_path, monkeypatch,
     assert max(walls) <= first["total"]
 
 
-def test_in_a_job_that_is_not_elastic_all_after_init_is_training(job, tmp_path):
+def test_time_after_init_counts_as_training_in_a_job_that_is_not_elastic(job, tmp_path):
     script = tmp_path / "static.py"
     script.write_text("import time, elastic\nelastic.init()\ntime.sleep(0.5)\n")
     training = job("-np 2 --summary", ["python", str(script)])
@@ -178,7 +178,7 @@ def test_in_a_job_that_is_not_elastic_all_after_init_is_training(job, tmp_path):
     assert all(row["training"] >= 0.5 for row in rows.values())
 
 
-def test_without_the_flag_nothing_is_printed(job, tmp_path):
+def test_no_summary_is_printed_without_its_flag(job, tmp_path):
     (tmp_path / "enough").touch()
     flags = FLAGS.replace(" --summary", "")
     training = job(flags, TRAINING, env={"ELASTIC_TEST_FOLDER": str(tmp_path)})

@@ -62,7 +62,7 @@ class Shown:
 
 
 @pytest.mark.forked
-def test_one_file_has_all_ranks_a_kill_and_a_join(job):
+def test_timeline_of_all_ranks_is_valid_during_a_kill_and_a_join(job):
     """It is read repeatedly while the job runs, and each time it is valid."""
     training: Job = job(
         "-np 3 --min-np 2 --blacklist-cooldown-range 0.1 1 --timeline-filename t.json",

@@ -96,7 +96,7 @@ def test_an_exception_of_any_kind_is_printed_once(job, kind, where, flags, every
     is_brief(ended(job, ranks, everywhere + kind, where, flags), everywhere + kind)
 
 
-def test_what_a_script_prints_is_shown_and_each_file_has_the_whole_traceback(job):
+def test_caught_tracebacks_of_a_script_are_printed_and_log_files_have_all_frames(job):
     running = ended(job, 2, "all-own", "inside", "--output-filename logs")
     shown = after(running)
     for rank in range(2):
@@ -108,7 +108,7 @@ def test_what_a_script_prints_is_shown_and_each_file_has_the_whole_traceback(job
     assert sum(line.endswith("] KeyError: 'own'") for line in shown) == 1
 
 
-def test_verbose_shows_all_frames(job):
+def test_verbose_prints_all_traceback_frames(job):
     running = ended(job, 2, "all-value", "inside", "--verbose")
     shown = after(running)
     assert any("run_loop.py" in line for line in shown)

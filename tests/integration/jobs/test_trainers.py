@@ -81,7 +81,7 @@ def judge(training: Any, samples: int, of_a_step: int = 4) -> None:
 
 @in_part
 @pytest.mark.forked
-def test_rank_0_dies_in_the_middle_of_an_epoch(job: Any, library: str):
+def test_samples_are_trained_once_when_rank_0_is_lost_in_an_epoch(job: Any, library: str):
     """Its samples are trained on by the others, once."""
     training = job(
         "-np 2 --min-np 1 --blacklist-cooldown-range 60 60",
@@ -98,7 +98,7 @@ def test_rank_0_dies_in_the_middle_of_an_epoch(job: Any, library: str):
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("library", ["lightning"])
-def test_shards_have_the_same_bits_whatever_worker_dies(job: Any, library: str):
+def test_shards_have_the_same_bits_when_rank_0_is_killed(job: Any, library: str):
     """One undisturbed worker, and two of which rank 0 is killed: the same weights after as many steps."""
     words, env = f"{SHORT} --shards 4", {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     alone = job("-np 1", script(library, words), env=env)
@@ -194,7 +194,7 @@ def test_a_schedule_of_the_script_is_reported_once_after_a_loss(job: Any, librar
 @pytest.mark.parametrize(
     ("library", "whose"), [("torch", "joins"), ("lightning", "joins-lightning")]
 )
-def test_a_worker_that_joins_with_another_schedule_ends_before_it_trains(
+def test_joining_worker_with_another_schedule_ends_before_training(
     job: Any, tmp_path: Path, library: str, whose: str
 ):
     """Its function was created for the number of steps of two workers; that of the survivor for one."""
@@ -223,7 +223,7 @@ def test_a_worker_that_joins_with_another_schedule_ends_before_it_trains(
 
 @library
 @pytest.mark.nightly
-def test_without_elasticrun_the_error_says_how_to_start(library: str):
+def test_example_without_elasticrun_fails_with_the_start_command(library: str):
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{library}_elastic.py")],
         capture_output=True,

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.forked
 LOADING = ["python", SCRIPTS / "loading.py"]
 
 
-def test_forked_dataloader_workers_do_not_hide_the_death_of_their_parent(job):
+def test_forked_dataloader_workers_do_not_delay_detection_of_their_parents_death(job):
     """Defect X: they have inherited its sockets, which therefore are not reset when it is killed."""
     loading = job(f"-np 3 --min-np 1 {STAY_AWAY}", LOADING, env={"DIE": "1,5 0,10"})
     loading.succeed()
@@ -29,7 +29,7 @@ def test_the_default_process_group_belongs_to_the_user(job):
     loading.wait_for("done 8 1")
 
 
-def test_a_newcomer_is_a_world_of_one_until_elastic_run(job):
+def test_joining_worker_is_a_world_of_one_until_elastic_run(job):
     """Its earlier collectives act on itself only, with one warning for all of them."""
     training = started(
         job, 2, RETURN, GREET="1", DIE="slot=1,step=3,place=forward", HOLD="6:size=2"
@@ -47,7 +47,7 @@ def test_a_newcomer_is_a_world_of_one_until_elastic_run(job):
 
 
 @pytest.mark.parametrize("how", ["zeros", "model"])
-def test_gradients_may_be_zeroed_in_any_way(job, how):
+def test_gradients_may_be_zeroed_in_any_way_across_a_recovery(job, how):
     """Both ways drop or keep the buckets' views; after a recovery they must be found again."""
     training = started(job, 3, ZERO_GRAD=how, DIE="slot=1,step=4,place=backward")
     training.succeed()

@@ -49,7 +49,7 @@ def fenced(training: Any) -> list[tuple[list[Any], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("last", "native"), [(30, "1"), (0, "0")])
-def test_worker_when_its_gradients_are_wrong_then_it_is_named_and_no_bit_of_it_stays(
+def test_worker_with_wrong_gradients_is_fenced_and_quarantined_and_no_bit_of_them_remains(
     job, reference, tmp_path, last, native
 ):
     """Wrong from a checked step on, or in that step only."""
@@ -90,7 +90,7 @@ def lasting(training: Any) -> dict[int, dict[str, int]]:
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_worker_when_it_was_wrong_before_its_check_then_those_steps_are_repeated_without_it(
+def test_steps_between_a_wrong_gradient_and_its_check_are_repeated_without_the_worker(
     job, reference, durable
 ):
     """Its gradients are in the weights of several commits."""
@@ -129,9 +129,7 @@ def test_worker_when_it_was_wrong_before_its_check_then_those_steps_are_repeated
 
 
 @pytest.mark.parametrize("seed", [1])
-def test_commits_when_workers_are_killed_and_shards_verified_then_they_stay_the_same(
-    job, reference, seed
-):
+def test_commits_of_verified_shards_are_unchanged_when_workers_are_killed(job, reference, seed):
     step = checked_steps(1, 1 / 2, after=3)[0]
     # The killed worker returns before the next one is killed, so that one is always left.
     events = f"{drawn(seed, 12, 2, 3)} {step}:kill:1:second {step + 1}:hold:2"
@@ -143,7 +141,7 @@ def test_commits_when_workers_are_killed_and_shards_verified_then_they_stay_the_
     assert not fenced(training)
 
 
-def test_job_when_two_workers_always_differ_then_it_ends_with_both_digests(job):
+def test_two_workers_that_always_differ_end_the_job_with_gradients_differ(job):
     steps = ",".join(map(str, range(3, 30)))
     training = train(
         job,
@@ -161,9 +159,7 @@ def test_job_when_two_workers_always_differ_then_it_ends_with_both_digests(job):
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(10))
-def test_injections_when_drawn_then_each_is_found_in_time_and_no_innocent_is_named(
-    job, reference, seed
-):
+def test_drawn_injections_are_found_in_time_and_no_correct_worker_is_named(job, reference, seed):
     """verify=1/16: from any step on, each gradient or only some are wrong."""
     dice = random.Random(seed)
     share, rank = 1 / 16, dice.randrange(WORKERS)

@@ -63,7 +63,7 @@ def check(found: list[dict[str, Any]], steps: int = STEPS, feature: str = "plain
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ours", ["0", "1"])
-def test_a_kill_in_backward_and_a_join_leave_the_losses_of_one_process(job: Any, ours: str):
+def test_kill_in_backward_and_a_join_give_the_losses_of_one_process(job: Any, ours: str):
     rules = "backward kill slot=1 incarnation=1 step=5"
     found = trained(job, rules, BACK, 14, 3, FULL="10", OURS=ours)
     check(found, 14)
@@ -77,7 +77,9 @@ def test_a_kill_in_backward_and_a_join_leave_the_losses_of_one_process(job: Any,
 @pytest.mark.nightly
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("place", PLACES)
-def test_a_kill_of_any_rank_at_any_place(job: Any, place: str, rank: int):
+def test_kill_of_any_rank_at_any_place_keeps_sharded_optimizer_training_correct(
+    job: Any, place: str, rank: int
+):
     found = trained(job, f"{place} kill rank={rank} step=5 size=4")
     check(found)
     assert len(found) == 3
@@ -86,7 +88,9 @@ def test_a_kill_of_any_rank_at_any_place(job: Any, place: str, rank: int):
 @pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("place", [*PLACES, "optimizer-step", "zero-gather"])
-def test_a_kill_where_each_rank_has_elements_of_every_entry(job: Any, place: str, rank: int):
+def test_kill_at_any_place_when_each_rank_holds_elements_of_every_entry(
+    job: Any, place: str, rank: int
+):
     found = trained(job, f"{place} kill rank={rank} step=5 size=4", OURS="1")
     check(found)
     assert len(found) == 3
@@ -112,7 +116,7 @@ def test_a_copy_on_another_host_survives_a_kill(job: Any, place: str):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("place", AGAIN)
-def test_a_second_kill_while_the_others_recover(job: Any, place: str):
+def test_second_kill_during_a_recovery(job: Any, place: str):
     """``state-copy`` only has a place where a worker has joined."""
     if place == "state-copy":
         rules = "backward kill slot=1 incarnation=1 step=5; state-copy kill slot=1 incarnation=2"
@@ -126,7 +130,7 @@ def test_a_second_kill_while_the_others_recover(job: Any, place: str):
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("feature", zero.FEATURES)
-def test_features_survive_a_kill_and_a_join(job: Any, feature: str):
+def test_optimizer_features_survive_a_kill_and_a_join(job: Any, feature: str):
     found = trained(
         job, "backward kill slot=1 incarnation=1 step=5", BACK, 14, FULL="10", FEATURE=feature
     )
@@ -145,7 +149,7 @@ def test_twenty_kills_and_joins(job: Any, apart: bool):
 
 
 @pytest.mark.nightly
-def test_the_example_goes_on_after_a_kill(job: Any):
+def test_zero_example_continues_after_a_kill(job: Any):
     example_survives_a_kill(job, EXAMPLES / "zero_elastic.py")
 
 

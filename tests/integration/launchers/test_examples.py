@@ -25,14 +25,14 @@ def run(*words: str | Path, cwd: Path) -> str:
 
 
 @pytest.mark.nightly
-def test_run_plainly_the_minimal_one_is_a_world_of_one(tmp_path):
+def test_minimal_example_run_directly_is_a_world_of_one(tmp_path):
     printed = run(EXAMPLES / "minimal.py", cwd=tmp_path)
     assert "workers 1" in printed
     assert "y = 3.00 x + 1.00" in printed
 
 
 @pytest.mark.forked
-def test_the_minimal_one_survives_the_loss_of_rank_0(job):
+def test_minimal_example_survives_the_loss_of_rank_0(job):
     fitting = job("-np 3 --min-np 2", ["python", EXAMPLES / "minimal.py"])
     fitting.wait_for("step 40 .*workers 3")
     fitting.kill(rank=0)
@@ -45,7 +45,7 @@ def test_the_minimal_one_survives_the_loss_of_rank_0(job):
 
 @pytest.mark.nightly  # jobs/test_exact.py compares every bit of every commit
 @pytest.mark.forked
-def test_the_exact_one_has_the_same_weights_though_workers_are_killed(job, tmp_path, monkeypatch):
+def test_exact_example_has_the_same_weights_when_a_worker_is_killed(job, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("EPOCHS", "4")
     monkeypatch.setenv("PAUSE", "0")
@@ -65,7 +65,7 @@ def test_the_exact_one_has_the_same_weights_though_workers_are_killed(job, tmp_p
 
 @pytest.mark.nightly
 @pytest.mark.forked
-def test_the_digits_are_learnt_though_a_worker_is_killed(job):
+def test_digits_example_reaches_its_accuracy_when_a_worker_is_killed(job):
     learning = job(
         "-np 3 --min-np 1 --blacklist-cooldown-range 0.5 2",
         ["python", EXAMPLES / "digits.py", "--epochs", "20"],
@@ -78,7 +78,7 @@ def test_the_digits_are_learnt_though_a_worker_is_killed(job):
 
 @pytest.mark.slow
 @pytest.mark.forked
-def test_the_gpt_writes_metrics_and_its_run_a_report(job):
+def test_gpt_example_writes_metrics_and_a_report(job):
     small = "--steps 30 --layers 1 --width 32 --context 32 --corpus-bytes 200000 --log-every 5"
     training = job(
         "-np 2 --min-np 1 --report out.html",

@@ -48,13 +48,13 @@ def test_values_are_returned_by_rank(launched: Launched):
     assert result == [["hello!", rank, 3] for rank in range(3)]
 
 
-def test_values_of_a_function_that_never_calls_init(launched: Launched):
+def test_function_that_never_calls_init_returns_its_values(launched: Launched):
     result, _ = launched("large")
     assert result == [5_000_000, 5_000_000]
 
 
 @pytest.mark.nightly  # the elastic function below is called by it too
-def test_horovod_run(launched: Launched):
+def test_horovod_run_returns_values_of_all_ranks(launched: Launched):
     result, printed = launched("horovod", HOROVOD_LOG_LEVEL="ERROR")
     assert result == [["hello!", rank, 2] for rank in range(2)]
     assert "elastic |" not in printed, "the driver's lines are of lower levels"
@@ -77,7 +77,7 @@ def test_an_elastic_function_survives_a_kill_of_rank_0(launched: Launched):
         assert sorted(set(seen)) == list(range(1, 11))
 
 
-def test_bad_arguments_are_refused_before_anything_starts(launched: Launched):
+def test_bad_arguments_are_refused_before_any_worker_starts(launched: Launched):
     (too_few, no_number, missing), printed = launched("bad arguments")
     assert too_few.startswith("Invalid: ") and "min" in too_few
     assert no_number.startswith("Invalid: ") and "localhost:many" in no_number
@@ -85,7 +85,7 @@ def test_bad_arguments_are_refused_before_anything_starts(launched: Launched):
     assert "hello" not in printed.partition("result ")[0]
 
 
-def test_launch_from_inside_an_event_loop(launched: Launched):
+def test_launch_works_inside_an_event_loop(launched: Launched):
     """As in a notebook."""
     result, _ = launched("loop")
     assert result == [["hello", 0, 1]]

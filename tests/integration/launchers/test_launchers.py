@@ -103,7 +103,7 @@ def kind(request):
     return request.param
 
 
-async def test_a_worker_from_its_start_to_its_exit(kind):
+async def test_launcher_reports_the_output_and_exit_of_a_worker(kind):
     async with opened(kind) as host:
         host.start(A, "echo $WHO prints; echo $WHO complains >&2; exit 3", WHO="alpha")
         assert host.launcher.alive() == {A}
@@ -115,7 +115,7 @@ async def test_a_worker_from_its_start_to_its_exit(kind):
         await host.prints(b"alpha prints")
 
 
-async def test_a_killed_worker_is_reported_once_and_an_unknown_one_never(kind):
+async def test_killed_worker_is_reported_once_and_an_unknown_worker_never(kind):
     async with opened(kind) as host:
         host.start(A, WAITS)
         host.start(B, WAITS)
@@ -140,7 +140,7 @@ async def test_a_program_that_is_missing_is_an_exit_with_a_reason(kind):
         assert "/no/such/program" in exited.reason
 
 
-async def test_a_query_returns_what_a_worker_does(kind):
+async def test_probe_returns_the_activity_of_a_worker(kind):
     async with opened(kind) as host:
         host.start(A, WAITS)
         await host.prints(b"waits")
@@ -152,7 +152,7 @@ async def test_a_query_returns_what_a_worker_does(kind):
         assert probed.worker == A and probed.cpu_s >= 0.0 and not probed.traced
 
 
-async def test_the_end_ends_all_workers(kind, tmp_path):
+async def test_closing_the_launcher_ends_all_workers_and_their_children(kind, tmp_path):
     async with opened(kind) as host:
         pids = tmp_path / "pids"
         child = f"sleep 600 & echo $! $$ >> {pids}; {WAITS}"
@@ -166,7 +166,7 @@ async def test_the_end_ends_all_workers(kind, tmp_path):
                 assert state_of(int(pid))[0] in "ZX", f"{pid} is left"
 
 
-async def test_no_secret_is_in_the_command_line_of_an_agent():
+async def test_command_line_of_an_agent_contains_no_secret():
     async with opened("fleet") as host:
         host.start(A, WAITS)
         await host.prints(b"waits")

@@ -81,7 +81,7 @@ def by_hand(size: int, **more: str) -> list[dict[str, str]]:
 # ---- real processes
 
 
-def test_under_torchrun_which_starts_them_twice():
+def test_torchrun_restart_forms_a_world_and_repeated_shutdowns_leak_no_resources():
     """Remains of the first start at the agent have no effect. Then a hundred times shutdown() and init()."""
     printed = torchrun(SCRIPT, "torchrun", env=clean({}), restarts=1)
     found = sorted(said(printed), key=lambda each: each["place"])
@@ -92,7 +92,7 @@ def test_under_torchrun_which_starts_them_twice():
         assert each["after"][1] <= each["before"][1], "threads"
 
 
-def test_a_lost_peer_of_a_world_started_by_hand():
+def test_lost_peer_of_a_manually_started_world_raises_horovods_error():
     """Raises Horovod's error immediately; the world can't be formed again, which is logged at once, too."""
     first, second = outputs(launch("loss", by_hand(2)))
     [told] = said(first)
@@ -102,7 +102,7 @@ def test_a_lost_peer_of_a_world_started_by_hand():
     assert said(second) == []
 
 
-def test_what_mpirun_and_srun_set_for_two_jobs_at_once():
+def test_two_jobs_started_by_mpirun_and_srun_at_once_form_separate_worlds():
     mpirun = [
         {
             "OMPI_COMM_WORLD_RANK": str(rank),
@@ -173,7 +173,7 @@ def test_the_file_is_private_contains_a_secret_and_is_removed(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_files_of_a_dead_job_mislead_no_other_job(folder):
+def test_rendezvous_file_of_a_dead_job_does_not_affect_another_job(folder):
     dead = listen("127.0.0.1")
     dead.close()
     find_rank0.private_folder()
@@ -191,7 +191,7 @@ def test_a_missing_rank_is_reported(folder):
         meet(rank(0), env(0.1))
 
 
-def test_rank_0_may_be_last(monkeypatch):
+def test_rank_0_may_arrive_last_at_the_rendezvous(monkeypatch):
     monkeypatch.setattr(find_rank0, "REACH_S", 0.05)
     way = ByAddress("127.0.0.1", free_port(), b"secret")
     with ThreadPoolExecutor(1) as pool:
@@ -201,7 +201,7 @@ def test_rank_0_may_be_last(monkeypatch):
         assert first.result(20).env.bind_host == "127.0.0.1"
 
 
-def test_a_folder_that_others_can_enter_is_refused(folder):
+def test_rendezvous_folder_accessible_to_other_users_is_refused(folder):
     folder.mkdir()
     folder.chmod(0o755)
     with raises(Invalid):

@@ -198,14 +198,14 @@ def reason(command: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_each_is_run_or_has_its_reason(page: str) -> None:
+def test_each_quoted_command_is_run_or_has_a_reason(page: str) -> None:
     found = set(quoted(page))
     left = {command for command in found if command not in RUN_SOMEWHERE and not reason(command)}
     assert not left, f"{page}: run them here, or say why not: {left}"
     assert RUN.get(page, set()) <= found, f"{page} has no more: {RUN[page] - found}"
 
 
-def test_no_reason_is_left_over() -> None:
+def test_each_reason_for_an_unexecuted_command_is_used() -> None:
     everywhere = {command for page in PAGES for command in quoted(page)}
     unused = {begin for begin in NOT_RUN if not any(c.startswith(begin) for c in everywhere)}
     assert not unused
@@ -274,7 +274,7 @@ def test_a_quoted_command_runs_unchanged(page: str, command: str, reader: Path) 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_those_on_a_job_that_runs_and_on_its_journal(reader: Path) -> None:
+def test_quoted_commands_on_a_running_job_and_its_journal_run(reader: Path) -> None:
     script = script_of("README.md").replace("state.step < 1000", "True")
     (reader / "train.py").write_text(script)
     flags = "-H localhost:4,127.0.0.2:4 -np 4 --min-np 2 --max-np 4"

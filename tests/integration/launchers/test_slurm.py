@@ -52,12 +52,12 @@ def goes_on_and_ends(cluster: Cluster, job: str, checkpoints: Path) -> None:
     cluster.until_state(job, "COMPLETED")
 
 
-def test_a_job_at_its_time_limit_is_requeued_and_resumes(cluster, tmp_path):
+def test_job_at_its_time_limit_is_requeued_and_resumes(cluster, tmp_path):
     job = cluster.submit(recipe(tmp_path, "1:00"))
     goes_on_and_ends(cluster, job, tmp_path)
 
 
-def test_a_preempted_job_resumes_after_the_other(cluster, tmp_path):
+def test_preempted_job_resumes_after_the_job_of_higher_priority(cluster, tmp_path):
     job = cluster.submit(recipe(tmp_path, "20:00"))
     cluster.until(job, "rank 0 begins at 0")
     other = "#!/bin/bash\nsleep 1\n"
@@ -66,7 +66,7 @@ def test_a_preempted_job_resumes_after_the_other(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["elastic", "fixed"])
-def test_a_job_that_is_cancelled_has_its_last_commit_and_is_not_queued_again(
+def test_cancelled_job_keeps_a_last_commit_and_is_not_requeued(
     cluster, tmp_path, monkeypatch, fixed
 ):
     """Its loader workers get the signal too."""

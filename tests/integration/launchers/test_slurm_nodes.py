@@ -79,9 +79,7 @@ def node_of(pid: int) -> str:
         return ""
 
 
-def test_a_job_in_an_allocation_when_a_node_fails_then_continues_and_uses_it_again(
-    cluster, tmp_path
-):
+def test_slurm_job_when_a_node_fails_then_continues_and_uses_the_node_again(cluster, tmp_path):
     job = SlurmJob(cluster, tmp_path, 2, "-np 4 --min-np 2")
     before = job.world({"n1", "n2"})
 
@@ -108,7 +106,7 @@ def test_a_job_when_a_node_is_drained_or_released_then_follows(cluster, tmp_path
     job.finish()
 
 
-def test_a_job_when_a_node_is_added_then_uses_it(cluster, tmp_path):
+def test_slurm_job_when_a_node_is_added_then_trains_on_the_node(cluster, tmp_path):
     job = SlurmJob(cluster, tmp_path, 2, "-np 4 --min-np 2 --max-np 6")
     before = job.world({"n1", "n2"})
     cluster.grow(job.id, "--nodes=1", f"--ntasks-per-node={SLOTS}", "--time=10")

@@ -19,7 +19,7 @@ def places(running) -> list[dict]:
 
 
 @pytest.mark.forked
-def test_every_rank_knows_its_place(job):
+def test_every_rank_has_its_place(job):
     running = job("-np 3", PLACES)
     running.succeed()
     found = places(running)
@@ -35,7 +35,7 @@ def test_every_rank_knows_its_place(job):
 
 
 @pytest.mark.forked
-def test_places_on_two_hosts(job):
+def test_ranks_on_two_hosts_have_their_places(job):
     # Under elasticrun nobody asks what another launcher has set.
     torchs = {"RANK": "8", "WORLD_SIZE": "9", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
     running = job("-np 3 -H localhost:2,127.0.0.2:1", PLACES, env=torchs)
@@ -106,7 +106,7 @@ def test_a_script_without_elastic_run_fails_plainly_under_an_elastic_launch(job)
 
 
 @pytest.mark.forked
-def test_with_a_reset_limit_all_restart_if_one_is_killed_before_elastic_run(job):
+def test_all_workers_restart_when_one_is_killed_before_elastic_run_until_the_reset_limit(job):
     """It is killed each time, so that the limit ends the job."""
     running = job("-np 3 --min-np 1 --reset-limit 1", [*PLAIN, "1", "kill"])
     assert running.wait(60) == 1
@@ -116,12 +116,12 @@ def test_with_a_reset_limit_all_restart_if_one_is_killed_before_elastic_run(job)
 
 
 @pytest.mark.forked
-def test_a_script_without_elastic_run_succeeds_if_nothing_happens(job):
+def test_elastic_job_without_elastic_run_succeeds_when_no_worker_fails(job):
     job("-np 2 --min-np 1", [*PLAIN, "-1", "0"]).succeed()
 
 
 @pytest.mark.parametrize("flags", ["-np 3", "-np 3 --min-np 1"])
-def test_programs_without_init_may_be_anything(job, flags):
+def test_programs_without_init_run_once_in_each_slot(job, flags):
     """Also in an elastic job, where none is started again once it has done its work."""
     running = job(flags, ["sh", "-c", "echo slot $HOROVOD_RANK of $HOROVOD_SIZE"])
     running.succeed()

@@ -46,7 +46,7 @@ def wheel(tmp_path_factory) -> Path:
     return found
 
 
-def test_its_name_has_the_version_and_it_holds_what_pages_need(wheel):
+def test_wheel_has_the_version_in_its_name_and_contains_page_files_and_chaos_tools(wheel):
     assert wheel.name.startswith(f"hvd_elastic-{__version__}-py3-none-")
     held = set(zipfile.ZipFile(wheel).namelist())
     for name in ("page.html",):
@@ -62,7 +62,7 @@ def test_its_name_has_the_version_and_it_holds_what_pages_need(wheel):
     assert rooms == {"exact", "harness", "inject", "invariants", "simulator"}
 
 
-def test_it_trains_in_a_separate_environment(wheel, tmp_path):
+def test_wheel_trains_in_a_separate_environment(wheel, tmp_path):
     trains(wheel, tmp_path)
 
 
@@ -109,7 +109,7 @@ def released() -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_wheel_for_others_needs_nothing_that_their_system_lacks(released, tmp_path, machine):
+def test_released_wheel_requires_at_most_glibc_2_28_and_no_libstdcxx(released, tmp_path, machine):
     with zipfile.ZipFile(released[machine]) as archive:
         held = archive.namelist()
         [library] = [name for name in held if name.endswith(".so")]
@@ -127,5 +127,5 @@ def test_a_wheel_for_others_needs_nothing_that_their_system_lacks(released, tmp_
         assert loaded is not None, why
 
 
-def test_the_one_for_this_machine_trains(released, tmp_path):
+def test_released_wheel_for_this_machine_trains(released, tmp_path):
     trains(released[platform.machine()], tmp_path)

@@ -49,7 +49,7 @@ def trained(value: int, size: int = 2) -> list[dict[str, Any]]:
 
 
 @pytest.mark.nightly
-def test_workers_that_stay_on_exactly_two_hosts(cluster):
+def test_static_executor_runs_on_exactly_two_hosts(cluster):
     said = told(cluster, "static")
     assert said["free"] == [1, 3]  # while it runs, and afterwards
     assert said["execute"] == [trained(8), trained(9)]
@@ -78,13 +78,13 @@ def test_workers_that_stay_on_exactly_two_hosts(cluster):
 
 
 @pytest.mark.nightly
-def test_an_elastic_executor_takes_all_that_is_free(cluster):
+def test_elastic_executor_uses_all_free_slots(cluster):
     """Three workers on two hosts; the value is rank 0's."""
     assert told(cluster, "free")["single"] == [[5, 0, 3, 2, "7"]]
 
 
 @pytest.mark.nightly
-def test_an_elastic_job(cluster):
+def test_elastic_executor_runs_and_reports(cluster):
     said = told(cluster, "elastic")
     [first, second] = said["run"][0]
     assert [first[0], second[0]] == trained(6)
@@ -94,6 +94,6 @@ def test_an_elastic_job(cluster):
 
 
 @pytest.mark.nightly
-def test_the_trainer_of_ray_train(cluster, tmp_path):
+def test_horovod_trainer_of_ray_train_runs(cluster, tmp_path):
     said = told(cluster, "trainer", str(tmp_path), env={"RAY_TRAIN_V2_ENABLED": "0"})
     assert said["trainer"] == trained(6)[:1]

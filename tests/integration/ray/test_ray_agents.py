@@ -57,7 +57,7 @@ def test_workers_run_in_the_users_runtime_env(told):
     assert found["call"] == "the call"
 
 
-def test_what_ray_has_set_for_the_actors_process_is_not_there(told):
+def test_variables_set_by_ray_for_the_actor_process_are_removed_for_workers(told):
     found = told("looked")
     environ = found["environ"]
     strange = {"RAY_JOB_ID", "RAY_RAYLET_PID", "SPT_NOENV", "RAY_LD_PRELOAD_ON_WORKERS"}
@@ -79,12 +79,12 @@ def test_the_secret_is_in_no_argument_and_the_actors_have_their_names(told):
     assert "73" * 32 not in " ".join(found["command"])
 
 
-def test_with_its_actor_an_agent_and_its_workers_end(told):
+def test_agent_and_workers_end_when_their_actor_is_killed(told):
     assert told("actor-killed")["took_s"] < 20.0
     assert told("again")["swept"]
 
 
-def test_with_its_agent_an_actor_ends(told):
+def test_actor_ends_when_its_agent_is_killed(told):
     found = told("agent-killed")
     assert found["took_s"] < 15.0 and not found["folder"]
     assert wording.WARNING_AGENT_LEFT_KILLED in found["log"]
@@ -96,7 +96,7 @@ def test_a_detached_agent_finds_the_next_driver(told):
     assert "hvd-elastic-agent:lasting:left" in found["names"]
 
 
-def test_closing_leaves_nothing(told):
+def test_closing_leaves_no_process_no_folder_and_no_actor_name(told):
     found = told("closed")
     assert not any(found["alive"])
     assert found["folders"] and not found["kept"]
@@ -104,7 +104,7 @@ def test_closing_leaves_nothing(told):
 
 
 @pytest.mark.nightly
-def test_a_dead_node_that_ray_believes_alive_fails_a_start_in_time_and_blocks_no_other(told):
+def test_dead_node_reported_alive_by_ray_fails_a_start_in_time_without_blocking(told):
     found = told("node-died")
     assert found["agents"] == 1 and found["took_s"] < 20.0
     assert "right" in found["why"] and found["failed_s"] < 20.0
@@ -113,7 +113,7 @@ def test_a_dead_node_that_ray_believes_alive_fails_a_start_in_time_and_blocks_no
     assert gone in found["log"]
 
 
-def test_in_the_end_no_actor_is_left(told, job, two_nodes):
+def test_no_actor_remains_after_all_jobs_end(told, job, two_nodes):
     assert told("names")["names"] == []
     job.succeed(WAIT_S)
     assert "AgentActor" not in {actor["class"] for actor in two_nodes.actors()}

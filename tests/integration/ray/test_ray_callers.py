@@ -107,7 +107,7 @@ def met(values: list[Json], number: int, workers: int = 2) -> None:
 
 
 @pytest.mark.nightly
-def test_from_a_script_called_driver_and_from_a_client_at_once(
+def test_scripts_and_a_ray_client_run_jobs_concurrently(
     cluster: RayCluster, client_port: int, call: Callable[..., RayJob], tmp_path: Path
 ):
     (tmp_path / "beside.py").write_text("import os\npid = os.getpid\n")
@@ -156,7 +156,9 @@ def test_label_selector_when_given_then_selects_the_nodes_of_the_workers(tmp_pat
 
 
 @pytest.mark.nightly
-def test_a_submitted_job_imports_the_module_beside_its_script(cluster: RayCluster, tmp_path: Path):
+def test_submitted_job_imports_a_module_from_its_working_directory(
+    cluster: RayCluster, tmp_path: Path
+):
     (tmp_path / "numbers_of_ours.py").write_text("NUMBER = 11\n")
     (tmp_path / "ray_train.py").write_text(
         textwrap.dedent("""
@@ -181,9 +183,7 @@ def test_a_submitted_job_imports_the_module_beside_its_script(cluster: RayCluste
 
 
 @pytest.mark.nightly
-def test_a_submitted_elasticrun_trains_on_the_node_of_its_entrypoint(
-    cluster: RayCluster, tmp_path: Path
-):
+def test_submitted_elasticrun_trains_on_the_cluster(cluster: RayCluster, tmp_path: Path):
     (tmp_path / "train.py").write_text(
         textwrap.dedent("""
             import torch, elastic
@@ -224,9 +224,7 @@ def test_trials_of_tune_keep_to_their_bundles(
 
 
 @pytest.mark.nightly
-def test_from_a_task_and_from_an_actor_with_errors_for_impossible_cases(
-    call: Callable[..., RayJob],
-):
+def test_tasks_and_actors_run_jobs_and_impossible_requests_are_refused(call: Callable[..., RayJob]):
     """In one program: Python, torch and Ray are imported once."""
     job = call("tasks+refused")
     job.succeed(LONG_S)
@@ -244,7 +242,7 @@ def test_from_a_task_and_from_an_actor_with_errors_for_impossible_cases(
 
 
 @pytest.mark.nightly
-def test_a_caller_that_ends_leaves_nothing_and_other_jobs_alone(
+def test_interrupted_or_killed_caller_leaves_no_process_and_does_not_end_other_jobs(
     cluster: RayCluster, call: Callable[..., RayJob]
 ):
     interrupted, killed = call("until_ended"), call("until_ended")
@@ -302,7 +300,7 @@ def test_a_detached_job_is_scaled_through_ray(call: Callable[..., RayJob], tmp_p
 
 
 @pytest.mark.nightly
-def test_rays_own_calls_in_a_worker_outlive_another_node(
+def test_ray_calls_in_a_worker_survive_the_loss_of_another_node(
     cluster: RayCluster, call: Callable[..., RayJob], tmp_path: Path
 ):
     """All nodes have one address, so that only Ray's choice decides to which of them a worker is connected."""

@@ -70,7 +70,7 @@ def claims(cluster: RayCluster) -> dict[str, str]:
     }
 
 
-def test_nodes_join_drain_and_die_and_the_claims_follow(cluster):
+def test_claims_follow_nodes_that_join_drain_and_die(cluster):
     first, second = cluster.started
     with watched(cluster, "story", most=4, at_least=4) as job:
         job.until_listed({first: 2, second: 2})
@@ -108,7 +108,7 @@ def test_gpus_are_reported_for_each_slot(cluster):
     assert cluster.placement_groups() == []
 
 
-def test_another_driver_finds_the_claims_of_one_that_was_killed(cluster):
+def test_next_driver_reuses_the_placement_groups_of_a_killed_driver(cluster):
     """They are as many as before, and the same."""
     with watched(cluster, "again", most=2, at_least=2, detached=True) as job:
         hosts = job.next()
@@ -124,7 +124,7 @@ def test_another_driver_finds_the_claims_of_one_that_was_killed(cluster):
     assert cluster.placement_groups() == []
 
 
-def test_without_room_it_is_refused_with_the_free_resources(cluster):
+def test_job_without_room_is_refused_with_the_free_resources(cluster):
     with watched(cluster, "large", most=2, at_least=1, resources={"CPU": 64}, within_s=1) as job:
         said = job.wait_for("^refused: (.*)")[1]
         job.succeed()
@@ -143,7 +143,7 @@ def test_the_bundles_of_a_given_group_are_slots_and_the_group_stays(cluster):
         job.succeed()
 
 
-def test_a_head_that_is_away_changes_nothing_and_claims_end_with_their_ray_job(cluster):
+def test_head_outage_keeps_the_hosts_and_placement_groups_end_with_their_ray_job(cluster):
     if shutil.which("redis-server") is None:
         pytest.skip("needs redis-server; apt-get install redis-server")
     with watched(cluster, "away", most=2, at_least=2, answer_s=0.5) as job:

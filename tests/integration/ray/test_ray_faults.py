@@ -68,7 +68,9 @@ def usable(cluster: RayCluster) -> list[str]:
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(KILLS, marks=pytest.mark.nightly)])
-def test_nodes_die_and_others_come(cluster: RayCluster, training: Stepping, kills: int):
+def test_training_loses_no_commit_when_nodes_are_killed_and_replaced(
+    cluster: RayCluster, training: Stepping, kills: int
+):
     for round_ in range(kills):
         places = full(training)
         victim = sorted(places)[round_ % len(places)]
@@ -97,7 +99,7 @@ def test_a_node_joins_and_its_worker_trains_in_the_same_processes(
 
 
 @pytest.mark.nightly
-def test_the_worker_of_a_drained_node_leaves_at_a_commit(cluster: RayCluster, training: Stepping):
+def test_worker_of_a_drained_node_leaves_at_a_commit(cluster: RayCluster, training: Stepping):
     places = full(training)
     victim = max(places)
     began, before = training.steps(), time.monotonic()
@@ -116,7 +118,7 @@ def test_the_worker_of_a_drained_node_leaves_at_a_commit(cluster: RayCluster, tr
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not shutil.which("redis-server"), reason="needs redis-server")
-def test_without_its_gcs_a_cluster_trains_on_and_survives_a_node(
+def test_training_without_the_gcs_continues_and_survives_the_loss_of_a_node(
     cluster: RayCluster, training: Stepping
 ):
     places = full(training)

@@ -50,7 +50,7 @@ def check_goes_on(job: RayJob, before: RayJob, term: int) -> None:
     assert states.get(int(number), digest) == digest
 
 
-def test_the_successor_of_a_driver_knows_its_actions(cluster):
+def test_successor_driver_reads_the_journal_of_its_predecessor(cluster):
     """One is killed; the next is only disconnected and continues to write; then the head's service restarts."""
     with driver(cluster) as first:
         first.wait_for(SETTLED, count=100)  # with two snapshots

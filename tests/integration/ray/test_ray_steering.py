@@ -72,7 +72,7 @@ class Steered:
         return {name: row for name, row in workers.items() if row.get("state") == "training"}
 
 
-def test_a_job_on_ray_goes_from_4_to_8_to_3_a_host_is_drained_and_a_worker_removed(
+def test_job_on_ray_scales_from_4_to_8_to_3_with_a_drain_and_a_worker_removal(
     cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = tmp_path / "job"

@@ -108,7 +108,7 @@ def raise_on(rank: int) -> float:
     return summed(1.0)
 
 
-def test_one_world_for_many_calls(job, workers):
+def test_persistent_workers_keep_one_world_and_their_processes_for_many_calls(job, workers):
     running = job("-np 3", SERVE, env={"ELASTIC_CALLS": workers.path})
     workers.accept(3)
     assert workers.ranks == [0, 1, 2]
@@ -183,7 +183,7 @@ def leave_on(rank: int, come_back: bool = False) -> object:
     return summed(1.0)
 
 
-def test_a_worker_that_dies_ends_the_job_with_its_name(job, workers):
+def test_worker_that_dies_ends_the_job_and_is_named(job, workers):
     running = job("-np 2", SERVE, env={"ELASTIC_CALLS": workers.path})
     workers.accept(2)
     workers.say(call_results.call(call_results.RUN, eval, ("__import__('os')._exit(9)",), {}), [1])

@@ -57,7 +57,7 @@ def result(program: Program) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("framework", ["torch", "keras"])
-def test_accuracy_is_that_of_one_process(fitted: Fitted, framework: str):
+def test_accuracy_of_three_processes_matches_one_process(fitted: Fitted, framework: str):
     if framework == "keras":
         pytest.importorskip("keras")
     alone, _ = result(fitted("local[1]", framework, 1))
@@ -67,7 +67,7 @@ def test_accuracy_is_that_of_one_process(fitted: Fitted, framework: str):
     print(f"accuracy {together:.4f} with three processes, {alone:.4f} with one")
 
 
-def test_executor_killed_during_fit_changes_nothing_in_the_history(fitted: Fitted):
+def test_executor_killed_during_fit_does_not_change_the_history(fitted: Fitted):
     whole, history = result(fitted("local-cluster[3,1,1024]", "torch", 3))
     program = fitted("local-cluster[3,1,1024]", "torch", 3)
     program.wait_for(r"epoch 1 step", LONG_S)

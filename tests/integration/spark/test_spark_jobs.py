@@ -53,7 +53,7 @@ def said(program: Program) -> dict[str, Any]:
     return found
 
 
-def test_jobs_in_the_drivers_process(started: Started):
+def test_jobs_run_from_the_process_of_the_spark_driver(started: Started):
     program = started("local[2]", "local")
     program.succeed(LONG_S)
     found = said(program)

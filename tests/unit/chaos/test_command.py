@@ -31,7 +31,7 @@ def nothing_starts(monkeypatch):
     monkeypatch.setattr("subprocess.Popen", start)
 
 
-def test_the_overview_lists_all_commands(capsys):
+def test_overview_lists_all_commands(capsys):
     assert main([]) == 2
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
@@ -42,7 +42,7 @@ def test_an_unknown_command_is_refused(capsys):
     recorded("output", refused(capsys, "rum"))
 
 
-def test_what_a_command_raises_by_mistake_is_not_hidden(monkeypatch):
+def test_unexpected_exception_of_a_command_is_raised(monkeypatch):
     broken = SimpleNamespace(add_arguments=lambda parser: None, main=lambda options: 1 / 0)
     monkeypatch.setitem(sys.modules, "broken_command", broken)
     program = CommandLine("program", "Raises.", {"broken": ("broken_command", "raises")})
@@ -51,7 +51,7 @@ def test_what_a_command_raises_by_mistake_is_not_hidden(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["run", "check"])
-def test_each_explains_itself(name, capsys):
+def test_each_command_has_a_help_text(name, capsys):
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0
@@ -96,7 +96,7 @@ def test_wrong_arguments_of_run_are_refused(words, capsys):
         ('[[fault]]\nat_s = 1\nkind = "kill"\n', ["--seed", "1"]),
     ],
 )
-def test_a_mistake_in_the_plan_of_run(plan, words, capsys, tmp_path):
+def test_invalid_plan_of_run_is_refused(plan, words, capsys, tmp_path):
     file = tmp_path / "plan.toml"
     file.write_text(plan)
     recorded("output", refused(capsys, "run", "--plan", str(file), *words, *JOB))
@@ -108,7 +108,7 @@ def test_a_partition_without_root_is_refused_before_the_start(capsys, monkeypatc
     recorded("log", said)
 
 
-def test_a_dry_run_lists_what_would_be_done(capsys, tmp_path):
+def test_dry_run_lists_the_planned_faults(capsys, tmp_path):
     file = tmp_path / "plan.toml"
     file.write_text(
         '[random]\nmean_time_between_faults_s = 5\nseed = 1\n[[fault]]\nat_s = 1\nkind = "leave"\n'
@@ -127,7 +127,7 @@ def test_a_journal_of_the_users_own_is_used(capsys, tmp_path):
     assert f"-np 2 --min-np 1 --journal {own}" in capsys.readouterr().out
 
 
-def test_check_refuses_what_is_no_journal(capsys, tmp_path):
+def test_check_refuses_a_file_that_is_no_journal(capsys, tmp_path):
     file = tmp_path / "journal.jsonl"
     recorded("output", refused(capsys, "check", str(file)))
     file.write_text("{}\n")

@@ -75,7 +75,7 @@ def test_exception_is_quoted_by_its_class_and_the_first_line_of_its_message(case
     assert "\n" not in exception_line(wrote(script))
 
 
-def test_lines_prefixed_with_the_rank_are_those_of_torch():
+def test_rank_prefixes_of_torch_are_removed_from_lines():
     text = textwrap.indent(wrote(SCRIPTS["several lines"][0]), "[rank3]: ", lambda line: True)
     recorded("messages", exception_line(f"a warning\n{text}[W socket.cpp] closing\n"))
 
@@ -121,7 +121,7 @@ def test_summary_of_an_error_has_one_line():
     assert summary_of(ValueError()) == "ValueError"
 
 
-def test_long_message_is_shortened_wherever_it_is_quoted():
+def test_long_message_is_shortened_in_every_quotation():
     message = "x" * 10_000_000
     facts = {"who": "rank 0", "exit": "exit code 1", "killed_for": None, "early": False}
     quoted = [

@@ -36,14 +36,14 @@ def unsaid(found: Facts) -> list[str]:
     return missing
 
 
-def test_a_factory_that_leaves_it_to_the_defaults_is_found():
+def test_tensor_factory_without_device_or_dtype_is_found():
     found = facts_of("x = torch.zeros(3, device='cpu')")
     assert unsaid(found) == ["line 1: torch.zeros without ['dtype']"]
     said = facts_of("torch.zeros(3, dtype=d, device=e)\ntorch.Generator(device='cpu')")
     assert unsaid(said) == []
 
 
-def test_every_tensor_of_ours_names_its_device_and_its_dtype():
+def test_tensors_are_created_with_an_explicit_device_and_dtype():
     with_torch = [file for file in sources("elastic", "horovod") if facts(file).of_torch]
     assert len(with_torch) > 50
     assert not {str(file): lines for file in with_torch if (lines := unsaid(facts(file)))}

@@ -42,21 +42,21 @@ def rules(monkeypatch):
 # ---- rules as text -------------------------------------------------------------------------------
 
 
-def test_a_rule_is_a_place_an_action_and_conditions():
+def test_rule_consists_of_place_action_and_conditions():
     assert parse("bucket kill rank=0,2 step=7 hit=3; before-commit slow=0.5") == [
         Rule("bucket", "kill", "", (("rank", ("0", "2")), ("step", ("7",))), hit=3, id="bucket"),
         Rule("before-commit", "slow", "0.5", (), id="before-commit"),
     ]
 
 
-def test_rule_when_it_has_every_then_it_takes_effect_again(rules, struck):
+def test_rule_with_every_takes_effect_repeatedly(rules, struck):
     rules("bucket slow=0.1 hit=2 every=3")
     for _ in range(9):
         failpoint("bucket")
     assert struck == ["0.1"] * 3  # the second time, the fifth and the eighth
 
 
-def test_rules_may_stand_on_lines_and_there_may_be_none():
+def test_rules_may_be_separated_by_lines_or_empty():
     assert [rule.place for rule in parse("\nforward kill\n\nreset term id=x\n")] == [
         "forward",
         "reset",
@@ -81,7 +81,7 @@ def test_rules_may_stand_on_lines_and_there_may_be_none():
         "bucket kill hit=often",
     ],
 )
-def test_a_text_that_is_no_rule_is_refused_with_a_sentence(text):
+def test_invalid_rule_is_refused(text):
     with raises(Invalid):
         parse(text)
 
@@ -89,7 +89,7 @@ def test_a_text_that_is_no_rule_is_refused_with_a_sentence(text):
 # ---- targets -------------------------------------------------------------------------------------
 
 
-def test_a_rule_matches_workers_with_one_of_the_values_of_each_condition():
+def test_rule_matches_workers_with_one_of_the_values_of_each_condition():
     rule = parse("bucket kill rank=0,2 other-than=b:0#1")[0]
     assert rule.means({"worker": "a:0#1", "rank": "2"})
     assert not rule.means({"worker": "a:0#1", "rank": "1"})
@@ -97,13 +97,13 @@ def test_a_rule_matches_workers_with_one_of_the_values_of_each_condition():
     assert not rule.means({"worker": "a:0#1"})  # it has no rank yet
 
 
-def test_without_rules_nothing_happens(rules, struck):
+def test_failpoint_without_rules_has_no_effect(rules, struck):
     rules("")
     failpoint("bucket")
     assert not struck
 
 
-def test_a_rule_strikes_at_its_place_and_once(rules, struck):
+def test_rule_takes_effect_at_its_place_once(rules, struck):
     rules("bucket exit=7 worker=localhost:2#1")
     failpoint("forward")
     assert not struck
@@ -118,7 +118,7 @@ def test_a_rule_for_another_worker_has_no_effect(rules, struck):
     assert not struck
 
 
-def test_only_hits_that_satisfy_the_conditions_are_counted(rules, struck):
+def test_only_hits_that_satisfy_the_conditions_are_counted_by_a_rule(rules, struck):
     rules("bucket exit=7 step=4 hit=2")
     for step in (3, 3, 4):
         failpoints.set_step(step)
@@ -128,7 +128,7 @@ def test_only_hits_that_satisfy_the_conditions_are_counted(rules, struck):
     assert struck == ["7"]
 
 
-def test_init_refuses_what_can_not_be_read(rules):
+def test_init_refuses_invalid_rules(rules):
     rules("bucket explode")
     with raises(Invalid):
         failpoints.check()
@@ -137,7 +137,7 @@ def test_init_refuses_what_can_not_be_read(rules):
         failpoints.check()
 
 
-def test_the_environment_is_read_in_one_place():
+def test_failpoint_environment_variables_are_read():
     recorded("messages", environment.failpoints({"ELASTIC_FAILPOINTS": " bucket kill\n"}))
     assert environment.failpoints({}) == ""
     assert str(environment.worker({"ELASTIC_WORKER": "h:3#2"})) == "h:3#2"
@@ -152,7 +152,7 @@ def replace(file, text):
     new.rename(file)
 
 
-def test_a_file_is_read_again_when_it_was_replaced(rules, struck, tmp_path):
+def test_replaced_rule_file_is_read_again(rules, struck, tmp_path):
     file = tmp_path / "rules"
     replace(file, "")
     rules(f"@{file}")
@@ -176,7 +176,7 @@ def test_a_rule_in_a_file_hits_the_given_number_of_processes(rules, struck, tmp_
     assert said["worker"] == "localhost:2#1"
 
 
-def test_several_victims_wait_for_each_other(struck, tmp_path):
+def test_several_victims_of_a_rule_are_hit_together(struck, tmp_path):
     rule = parse("bucket exit=1 victims=2 id=cell")[0]
     facts = {"worker": "localhost:2#1"}
     first = threading.Thread(target=actions.strike, args=(rule, facts, tmp_path / "rules"))
@@ -191,15 +191,15 @@ def test_several_victims_wait_for_each_other(struck, tmp_path):
 # ---- actions -------------------------------------------------------------------------------------
 
 
-def test_a_user_exception_is_raised_as_it_is():
+def test_raise_action_raises_a_runtime_error():
     with pytest.raises(RuntimeError, match="a-damaged-sample"):
         actions.ACTIONS["raise"]("a-damaged-sample")
 
 
-def test_a_full_disk_raises_enospc():
+def test_disk_full_action_raises_oserror():
     with raises(OSError):
         actions.ACTIONS["disk-full"]("")
 
 
-def test_every_action_that_can_be_written_can_be_done():
+def test_every_declared_action_is_implemented():
     assert ACTIONS.keys() == actions.ACTIONS.keys()

@@ -44,7 +44,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_an_enum_of_the_script_is_that_of_the_receivers_script(
+def test_enums_and_classes_of_a_script_are_unpickled_from_the_receivers_script(
     script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blob = pickled({"phase": script.Phase.WARM, "schedule": script.Config.Schedule()})
@@ -54,7 +54,7 @@ def test_an_enum_of_the_script_is_that_of_the_receivers_script(
     assert type(received["schedule"]) is there.Config.Schedule
 
 
-def test_a_function_of_the_script_sees_the_receivers_globals(
+def test_pickled_function_of_the_script_uses_the_receivers_globals(
     script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blob = pickled(script.scaled)
@@ -62,7 +62,9 @@ def test_a_function_of_the_script_sees_the_receivers_globals(
     assert pickle.loads(blob)(2) == 10
 
 
-def test_what_no_name_leads_to_is_sent_whole(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_and_nameless_definitions_are_pickled_by_value(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Local(enum.Enum):
         A = 1
 
@@ -74,7 +76,7 @@ def test_what_no_name_leads_to_is_sent_whole(script: Any, monkeypatch: pytest.Mo
     assert (member.name, function(1)) == ("A", 2)
 
 
-def test_a_name_that_means_something_else_by_now_is_not_taken(script: Any) -> None:
+def test_redefined_name_is_pickled_by_value(script: Any) -> None:
     first = script.Phase
     exec("class Phase: pass", script.__dict__)
     assert pickle.loads(pickled(first.WARM)).name == "WARM"
@@ -84,7 +86,9 @@ def test_a_name_that_means_something_else_by_now_is_not_taken(script: Any) -> No
     "dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
 )
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 2)])
-def test_tensors_of_young_dtypes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_tensors_of_recent_dtypes_survive_pickling(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     sent = torch.ones(shape).to(dtype)
     received = pickle.loads(pickled([sent.T if sent.dim() == 2 else sent]))[0]
     assert (received.dtype, received.shape) == (

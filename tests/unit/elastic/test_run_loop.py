@@ -42,19 +42,19 @@ def hook_that_reduces_twice() -> None:
     result.wait()
 
 
-def test_a_loss_reported_to_a_future_callback_is_raised_as_such(session):
+def test_loss_reported_to_a_future_callback_is_raised_as_peer_lost(session):
     session.raise_if_ended.side_effect = PeerLost("lost h:0#1")
     with raises(PeerLost):
         unwrapped(session, hook_that_reduces_twice)
 
 
-def test_an_error_of_the_script_stays_what_it_is(session):
+def test_error_of_the_script_is_raised_unchanged(session):
     with raises(RuntimeError):
         unwrapped(session, lambda: torch.zeros(2) + torch.zeros(3))
     session.raise_if_ended.assert_called_once_with()
 
 
-def test_a_result_is_returned(session):
+def test_result_of_a_call_is_returned(session):
     assert unwrapped(session, lambda: 3) == 3
 
 
@@ -103,7 +103,7 @@ def entering(world: World) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("calls_back", [True, False])
-def test_what_reset_callbacks_did_is_the_commit_of_all_where_a_newcomer_is_sent_it(calls_back):
+def test_state_after_reset_callbacks_is_committed_when_sent_to_a_joining_worker(calls_back):
     place = Place(0, 2, 0, 2, 0, 1)
     world = World(4, place, Address("h", 1), holders=1, commit=Commit(3, 5), reason="h:1#2 joined")
     rt, state = entering(world)
@@ -146,7 +146,7 @@ def test_step_of_a_received_state_is_known_before_its_commit_is_reported(sharded
 
 
 @pytest.mark.parametrize(("rank", "compared"), [(0, True), (2, True), (1, False), (3, False)])
-def test_digest_of_a_copy_when_another_rank_than_0_sends_then_it_is_not_reported(rank, compared):
+def test_digest_of_a_copy_is_reported_only_when_sent_by_rank_0(rank, compared):
     place, commit = Place(rank, 4, rank // 2, 2, rank % 2, 2), Commit(3, 5)
     copies = [[0, 2], [1, 3]]
     world = World(4, place, Address("h", 1), 2, commit, "h:1#2 joined", copies=copies)
@@ -183,7 +183,7 @@ def test_digest_of_a_copy_when_another_rank_than_0_sends_then_it_is_not_reported
         (0, 0, False, ["start", "on_reset", "transfer", "copy_sets", "decode", "settle"]),
     ],
 )
-def test_exchange_that_nothing_precedes_starts_before_a_rank_waits(rank, holders, script, order):
+def test_exchange_without_a_predecessor_starts_before_a_rank_waits(rank, holders, script, order):
     place, commit = Place(rank, 3, rank, 3, 0, 1), Commit(3, 5) if holders else None
     rt, state = entering(World(4, place, Address("h", 1), holders, commit, "h:1#2 joined"))
     calls = state.mock_calls

@@ -21,7 +21,7 @@ print(type(torch.distributed.group.WORLD).__name__)
 """
 
 
-def test_it_is_an_entry_point_of_the_installed_package():
+def test_autoload_is_an_entry_point_of_the_installed_package():
     [ours] = [each for each in entry_points(group="torch.backends") if each.name == "elastic"]
     assert ours.value == "elastic.torch_autoload:autoload"
 
@@ -41,7 +41,7 @@ def test_it_is_an_entry_point_of_the_installed_package():
         ),
     ],
 )
-def test_the_backend_is_registered_for_any_order_of_imports(first, place, group):
+def test_backend_is_registered_for_any_order_of_imports(first, place, group):
     rank, size = place.split()
     known = {"RANK": rank, "WORLD_SIZE": size, "ELASTIC_TORCH_BACKEND": "elastic"}
     ended = subprocess.run(
@@ -55,7 +55,7 @@ def test_the_backend_is_registered_for_any_order_of_imports(first, place, group)
     assert ended.stdout.split() == [group]
 
 
-def test_a_ddp_created_before_the_world_says_what_is_missing(monkeypatch):
+def test_ddp_created_before_the_world_is_refused(monkeypatch):
     from torch.nn.parallel import distributed
     from torch.nn.parallel.distributed import DistributedDataParallel
 

@@ -40,7 +40,7 @@ def test_a_waiter_gets_the_address_of_a_dispatcher_once_its_workers_serve(servic
     assert found == ["grpc://a:1"]
 
 
-def test_what_is_missing_is_named(service):
+def test_missing_or_conflicting_registrations_raise_errors(service):
     client = ComputeClient(service.addresses(), KEY)
     client.register_dispatcher(0, "grpc://a:1")
     client.register_worker_for_dispatcher(0, 0)
@@ -54,7 +54,7 @@ def test_what_is_missing_is_named(service):
         client.register_dispatcher(2, "grpc://a:1")
 
 
-def test_only_callers_with_the_key_are_answered(service):
+def test_caller_without_the_key_is_refused(service):
     with raises(ConnectionError):
         ComputeClient(service.addresses(), b"another").shutdown()
 
@@ -90,7 +90,7 @@ def test_a_service_that_this_process_shut_down_may_vanish_before_the_next_query(
         ComputeClient(made.addresses(), b"another", timeout=0.05).wait_for_shutdown()
 
 
-def test_a_service_of_nothing_is_refused():
+def test_compute_service_without_dispatchers_or_workers_is_refused():
     for dispatchers, workers in ((0, 1), (1, 0)):
         with raises(ValueError):
             ComputeService(dispatchers, workers, KEY, host="127.0.0.1")

@@ -49,7 +49,7 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "async data loader"]
 
 
-def test_a_loader_without_a_thread():
+def test_loader_without_a_thread_yields_its_batches():
     assert UnderItsPath is AsyncDataLoaderMixin
     assert list(Numbers(3)) == [0, 10, 20]
     with pytest.raises(NotImplementedError):
@@ -57,7 +57,7 @@ def test_a_loader_without_a_thread():
 
 
 @pytest.mark.parametrize("size", [0, 1, 64])
-def test_every_pass_gives_every_batch_in_order(size):
+def test_every_pass_yields_every_batch_in_order(size):
     loader = AheadNumbers(async_loader_queue_size=size, count=5)
     assert len(loader) == 5
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_every_pass_gives_every_batch_in_order(size):
     assert not threads()
 
 
-def test_it_prefetches_exactly_the_given_number_of_batches():
+def test_loader_prefetches_the_given_number_of_batches():
     loader = AheadNumbers(2, 100)
     for _ in loader:
         assert loader.full.wait(WAIT_S), "two wait to be taken, besides the one that was"
@@ -75,7 +75,7 @@ def test_it_prefetches_exactly_the_given_number_of_batches():
     assert not threads()
 
 
-def test_a_pass_that_is_left_early_is_not_seen_in_the_next():
+def test_batches_prefetched_by_an_abandoned_pass_do_not_appear_in_the_next():
     loader = AheadNumbers(4, 10)
     for batch in loader:
         if batch == 20:
@@ -84,7 +84,7 @@ def test_a_pass_that_is_left_early_is_not_seen_in_the_next():
     assert not threads()
 
 
-def test_an_error_is_raised_in_place_of_its_batch():
+def test_error_of_a_data_loader_is_raised_at_its_batch():
     batches = iter(AheadNumbers(4, 10, fails_at=2))
     assert [next(batches), next(batches)] == [0, 10]
     with raises(OSError):
@@ -102,6 +102,6 @@ def test_closing_ends_passes_under_way():
     assert not threads()
 
 
-def test_a_size_that_means_nothing_is_refused():
+def test_negative_queue_size_is_refused():
     with pytest.raises(ValueError, match="async_loader_queue_size is -1"):
         AheadNumbers(-1, 3)

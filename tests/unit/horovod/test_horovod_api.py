@@ -32,14 +32,14 @@ from horovod.runner.launch import run_commandline
 from horovod.torch.optimizer import _DistributedOptimizer
 
 
-def test_a_misspelt_name_is_an_ordinary_attribute_error():
+def test_misspelt_name_raises_attribute_error():
     with raises(AttributeError):
         _ = hvd.allredcue  # type: ignore[attr-defined]
     with raises(AttributeError):
         _ = horovod.tensorflow
 
 
-def test_everything_can_be_imported_by_star():
+def test_star_import_provides_the_api():
     names: dict[str, object] = {}
     exec("from horovod.torch import *", names)
     assert names["allreduce"] is hvd.allreduce
@@ -64,14 +64,14 @@ PATHS = {  # in addition to those in docs/horovod.md
 }
 
 
-def test_names_are_found_under_the_paths_that_scripts_import_from():
+def test_names_exist_under_the_import_paths_of_scripts():
     for path, names in PATHS.items():
         module = importlib.import_module(path)
         missing = [name for name in names.split() if getattr(module, name, None) is None]
         assert not missing, path
 
 
-def test_the_environment_is_another_one_for_a_block(monkeypatch):
+def test_env_context_sets_variables_and_restores_them(monkeypatch):
     """As in Horovod's tests."""
     monkeypatch.setenv("WAS_SET", "before")
     monkeypatch.delenv("WAS_NOT", raising=False)
@@ -83,23 +83,23 @@ def test_the_environment_is_another_one_for_a_block(monkeypatch):
     assert "WAS_NOT" not in os.environ
 
 
-def test_reductions_have_horovods_numbers():
+def test_reduction_constants_have_horovods_numbers():
     numbers = [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product]
     assert numbers == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_version_is_horovods_and_names_its_provider():
+def test_version_is_that_of_horovod_with_a_local_part():
     assert horovod.__version__ == "0.28.1+hvd.elastic"
 
 
-def test_there_is_gloo_and_no_mpi():
+def test_gloo_is_available_and_mpi_is_not():
     assert hvd.gloo_built() and hvd.gloo_enabled()
     assert not (hvd.mpi_built() or hvd.mpi_enabled() or hvd.mpi_threads_supported())
     assert not (hvd.ddl_built() or hvd.ccl_built())
     assert isinstance(hvd.nccl_built(), int) and isinstance(hvd.cuda_built(), bool)
 
 
-def test_exceptions_keep_their_bases():
+def test_exceptions_have_horovods_bases_and_attributes():
     assert hvd.HorovodInternalError is HorovodInternalError
     assert issubclass(HorovodInternalError, RuntimeError)
     assert issubclass(HostsUpdatedInterrupt, RuntimeError)
@@ -110,13 +110,13 @@ def test_exceptions_keep_their_bases():
     assert (error.name, error.version, error.installed_version) == ("torch", "2.8", "2.9")
 
 
-def test_another_horovod_in_the_environment_is_named(monkeypatch):
+def test_horovod_installed_in_the_environment_is_warned_of(monkeypatch):
     monkeypatch.setattr(metadata, "version", {"horovod": "0.28.1"}.__getitem__)
     with warns(UserWarning):
         hvd._warn_of_another_horovod()
 
 
-def test_importing_horovod_alone_brings_neither_torch_nor_the_launcher():
+def test_importing_horovod_imports_neither_torch_nor_the_launcher():
     program = "import horovod, sys; assert not {'torch', 'horovod.runner'} & set(sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=60
@@ -140,7 +140,7 @@ def launched(monkeypatch):
     return calls
 
 
-def test_run_passes_on_what_it_is_given(launched):
+def test_run_passes_its_arguments_to_launch(launched):
     values = horovod.run(
         print, (1,), {"end": ""}, num_proc=4, min_num_proc=2, slots=2, network_interfaces=["a", "b"]
     )
@@ -151,19 +151,19 @@ def test_run_passes_on_what_it_is_given(launched):
     assert launched[1][1]["network_interface"] == "eth0"
 
 
-def test_run_starts_one_worker_by_default_or_the_least(launched):
+def test_run_starts_one_worker_or_the_minimum_by_default(launched):
     horovod.run(print)
     horovod.run(print, min_num_proc=3)
     assert [kwargs["np"] for _, kwargs in launched] == [1, 3]
 
 
-def test_old_names_warn_and_work(launched):
+def test_deprecated_argument_names_are_accepted_with_a_warning(launched):
     with pytest.warns(DeprecationWarning, match="use num_proc"):
         horovod.run(print, np=2)
     assert launched[0][1]["np"] == 2
 
 
-def test_how_other_hosts_are_reached_is_passed_on(launched):
+def test_ssh_options_of_run_are_passed_to_launch(launched):
     horovod.run(print, num_proc=2, hosts="h1:1,h2:1", ssh_port=2222, ssh_identity_file="key")
     given = launched[0][1]
     assert (given["ssh_port"], given["ssh_identity_file"]) == (2222, "key")
@@ -178,7 +178,7 @@ def test_how_other_hosts_are_reached_is_passed_on(launched):
         {"np": 2, "num_proc": 2},
     ],
 )
-def test_what_has_no_meaning_here_is_refused(launched, options):
+def test_unsupported_options_of_run_are_refused(launched, options):
     with pytest.raises(Invalid):
         horovod.run(print, **options)
     assert launched == []
@@ -191,19 +191,19 @@ def test_build_options_are_available_without_a_framework():
     assert util.split_list(list(range(5)), 3) == [[0, 1], [2, 3], [4]]
 
 
-def test_the_command_line_runs_under_its_path(monkeypatch, capsys):
+def test_run_commandline_prints_the_version(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["horovodrun", "--version"])
     assert run_commandline() == 0
     assert metadata.version("hvd-elastic") in capsys.readouterr().out
 
 
-def test_a_wrapped_optimizer_is_found_by_its_class():
+def test_wrapped_optimizer_is_recognized_by_its_class():
     for added in (WrappedOptimizer, AdasumDistributed, DividedOptimizer):
         assert issubclass(_subclass(torch.optim.SGD, added), _DistributedOptimizer)
     assert not issubclass(torch.optim.SGD, _DistributedOptimizer)
 
 
-def test_a_discovery_script_is_run(tmp_path):
+def test_discovery_script_is_run_and_its_failure_raised(tmp_path):
     script = tmp_path / "hosts.sh"
     script.write_text("#!/bin/sh\necho h1:3\necho h2\n")
     with pytest.raises(Invalid, match="chmod"):

@@ -53,14 +53,14 @@ def world_of_one(monkeypatch):
 # ---- raised exceptions ---------------------------------------------------------------------------
 
 
-def test_a_script_of_elastics_cannot_swallow_an_interruption(only_elastic):
+def test_interruptions_are_no_exceptions_without_horovods_names(only_elastic):
     for kind in (PeerLost, WorldChanging):
         made = kind("a peer is gone")
         assert type(made) is kind
         assert not isinstance(made, Exception)
 
 
-def test_a_script_of_horovods_catches_what_it_knows(only_elastic):
+def test_script_that_imports_horovod_errors_can_catch_them(only_elastic):
     raise_as_horovod()
     with raises(HorovodInternalError) as lost:
         raise PeerLost("a peer is gone")
@@ -76,7 +76,7 @@ def test_a_script_of_horovods_catches_what_it_knows(only_elastic):
     assert not isinstance(change.value, HorovodInternalError)
 
 
-def test_only_the_two_are_raised_otherwise(only_elastic):
+def test_leave_requests_are_not_converted_to_horovod_exceptions(only_elastic):
     raise_as_horovod()
     asked = errors.LeaveRequested("SIGTERM")
     assert type(asked) is errors.LeaveRequested
@@ -87,7 +87,7 @@ def test_only_the_two_are_raised_otherwise(only_elastic):
     ("module", "is_horovods"),
     [("elastic.horovod_errors", False), ("horovod.common.exceptions", True)],
 )
-def test_importing_horovods_names_is_what_changes_it(module, is_horovods):
+def test_importing_horovods_exception_names_changes_raised_types(module, is_horovods):
     program = (
         f"import sys, {module}\n"
         "from elastic.errors import PeerLost\n"
@@ -100,7 +100,7 @@ def test_importing_horovods_names_is_what_changes_it(module, is_horovods):
     assert done.returncode == 0
 
 
-def test_failures_that_end_a_job_bear_horovods_name_too():
+def test_failures_that_end_a_job_are_horovod_internal_errors():
     assert isinstance(CollectiveFailed("reset by peer"), HorovodInternalError)
     mismatch = TensorMismatch("allreduce 'x' is float32 [2] on rank 0, float32 [3] on rank 1")
     assert isinstance(mismatch, HorovodInternalError)
@@ -122,7 +122,7 @@ def test_failures_that_end_a_job_bear_horovods_name_too():
     ],
     ids=lambda raised: type(raised).__name__,
 )
-def test_they_travel_as_pickles(raised):
+def test_horovod_exceptions_survive_pickling(raised):
     copy = pickle.loads(pickle.dumps(raised))
     assert type(copy) is type(raised)
     assert str(copy) == str(raised)
@@ -155,7 +155,7 @@ def test_an_internal_error_restores_the_last_commit(world_of_one):
 
 
 @pytest.mark.parametrize("skip_sync", [False, True])
-def test_updated_hosts_leave_the_state_as_it_is(world_of_one, skip_sync):
+def test_hosts_updated_interrupt_keeps_the_state(world_of_one, skip_sync):
     assert trained(HostsUpdatedInterrupt(skip_sync))[0] == [0, 5]
 
 
@@ -172,7 +172,7 @@ def test_a_lost_peer_that_is_caught_and_raised_again_is_recovered(world_of_one):
         CollectiveFailed("reset"),
     ],
 )
-def test_what_would_only_happen_again_ends_the_script(world_of_one, raises):
+def test_error_that_would_repeat_ends_the_script(world_of_one, raises):
     with pytest.raises(type(raises), match=str(raises)):
         trained(raises)
 
@@ -184,7 +184,7 @@ def test_a_world_that_can_not_be_formed_again_is_not_retried(world_of_one):
         trained(HorovodInternalError("enough"))
 
 
-def test_after_a_loss_that_was_swallowed_nothing_is_committed(world_of_one):
+def test_commit_after_a_swallowed_loss_is_refused(world_of_one):
     """The step was interrupted: its state is invalid."""
     state = ObjectState(step=4)
     world_of_one.session.recovery.phase = Phase.TRAINING
@@ -201,7 +201,7 @@ def test_after_a_loss_that_was_swallowed_nothing_is_committed(world_of_one):
     assert state.step == 5
 
 
-def test_a_commit_of_a_single_worker_is_newer_than_agreed_ones_and_the_lowest_rank_wins():
+def test_local_commit_is_newer_than_agreed_ones_and_the_lowest_rank_wins():
     newest: list[Commit] = []
     for rank in (0, 1):
         recovery = Recovery(phase=Phase.TRAINING, generation=4, provisional=False)

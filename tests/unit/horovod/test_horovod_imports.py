@@ -21,7 +21,7 @@ def _skip_without_engine(text: str) -> None:
 @pytest.mark.parametrize(
     "statement", table.with_framework(table.lines(table.STATEMENTS), wanted=False)
 )
-def test_import_works_as_horovods_tests_and_examples_have_it(statement):
+def test_imports_of_horovods_tests_and_examples_work(statement):
     _skip_without_engine(statement)
     exec(statement, {})
 
@@ -62,12 +62,12 @@ def unset(monkeypatch):
 
 
 @pytest.mark.parametrize(("given", "expected"), PLACES)
-def test_place_is_that_of_the_environment(unset, given, expected):
+def test_rank_and_size_are_read_from_the_environment(unset, given, expected):
     with util.env(**given):
         assert get_env_rank_and_size() == expected
 
 
-def test_half_a_place_is_refused(unset, monkeypatch):
+def test_size_without_a_rank_is_refused(unset, monkeypatch):
     monkeypatch.setenv("HOROVOD_SIZE", "2")
     with pytest.raises(RuntimeError):
         get_env_rank_and_size()

@@ -128,7 +128,7 @@ def test_every_public_name_has_a_row():
     assert not set(MODULES.split()) - rows().keys()
 
 
-def test_a_name_matches_its_row():
+def test_names_match_their_rows_in_the_page():
     for name in NAMES:
         if rows()[name] == "absent":
             with pytest.raises((ImportError, AttributeError), match="hvd-elastic"):
@@ -150,7 +150,7 @@ def test_every_flag_has_a_row():
     assert not set(FLAGS.split()) - rows().keys()
 
 
-def test_a_flag_matches_its_row():
+def test_flags_match_their_rows_in_the_page():
     known = actions()
     for flag in OPTIONS:
         action = known[flag]
@@ -171,7 +171,7 @@ def test_every_variable_has_a_row():
     assert not {f"HOROVOD_{name}" for name in VARIABLES.split()} - rows().keys()
 
 
-def test_a_variable_is_read_or_set_according_to_its_row():
+def test_variables_match_their_rows_in_the_page():
     known = "".join((ROOT / file).read_text() for file in READERS)
     told = worker_environment(
         {},
@@ -190,7 +190,7 @@ def test_a_variable_is_read_or_set_according_to_its_row():
         assert found is (rows()[variable] != "absent"), variable
 
 
-def test_links_lead_somewhere():
+def test_relative_links_point_to_existing_files():
     for page in (PAGE, PAGE.with_name("migration.md")):
         for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
             if not target.startswith("http"):

@@ -139,7 +139,7 @@ def ours(monkeypatch):
 
 
 @pytest.mark.parametrize("path", PLACES.split())
-def test_names_are_where_horovod_has_them(path):
+def test_horovod_ray_names_can_be_imported_from_their_paths(path):
     assert callable(resolve_name(path))
 
 
@@ -201,12 +201,12 @@ def test_the_import_does_not_import_ray_and_names_the_missing_package():
         ({"num_workers": 1, "cpus_per_slot": 2, "cpus_per_worker": 3}, "old name"),
     ],
 )
-def test_what_does_not_fit_together_is_a_value_error(arguments, words):
+def test_contradictory_executor_arguments_raise_value_error(arguments, words):
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         RayExecutor(MiniSettings(), **arguments)
 
 
-def test_calls_before_start_and_of_what_is_no_function_are_refused(ours):
+def test_executor_calls_before_start_and_without_a_function_are_refused(ours):
     executor: Any = RayExecutor(MiniSettings(), num_workers=1)
     with pytest.raises(ValueError, match="start"):
         executor.run(len)
@@ -227,7 +227,7 @@ def test_calls_before_start_and_of_what_is_no_function_are_refused(ours):
         executor.start(executable_cls="Trainer")
 
 
-def test_no_room_is_a_timeout_and_a_value_error(ours, monkeypatch):
+def test_missing_resources_raise_a_timeout_and_value_error(ours, monkeypatch):
     monkeypatch.setattr(Executor, "refuses", "1 of 8 workers are placed")
     several: list[dict[str, Any]] = [{"num_workers": 8}, {"min_workers": 8, "max_workers": 8}]
     for arguments in several:
@@ -240,7 +240,7 @@ def test_no_room_is_a_timeout_and_a_value_error(ours, monkeypatch):
 # ---- calls of our executor ---------------------------------------------------------------------------------------------
 
 
-def test_a_static_job(ours):
+def test_static_job_gets_the_arguments_of_its_executor(ours):
     settings = RayExecutor.create_settings(timeout_s=60, placement_group_timeout_s=5, nics=["eth1"])
     RayExecutor(settings, num_workers=3, cpus_per_worker=2, use_gpu=True, gpus_per_worker=0.5)
     assert ours[0].arguments == {
@@ -258,14 +258,14 @@ def test_a_static_job(ours):
     assert ours[1].arguments["resources_per_worker"] == {"CPU": 1, "GPU": 1}
 
 
-def test_exactly_so_many_hosts(ours):
+def test_num_hosts_and_workers_per_host_determine_the_number_of_workers(ours):
     RayExecutor(MiniSettings(), num_hosts=2, num_workers_per_host=3)
     assert ours[0].arguments["num_workers"] == 6
     assert ours[0].arguments["num_hosts"] == 2
     assert ours[0].arguments["placement_group"] is None
 
 
-def test_an_elastic_job(ours):
+def test_elastic_arguments_of_ray_executor_are_passed_on(ours):
     RayExecutor(
         MiniSettings(timeout_s=30),
         min_workers=2,
@@ -288,7 +288,7 @@ def test_an_elastic_job(ours):
     assert "start_timeout" not in ours[0].arguments  # Horovod's default is too short for torch
 
 
-def test_without_max_workers_it_takes_what_is_free(ours, monkeypatch):
+def test_executor_without_max_workers_uses_all_free_slots(ours, monkeypatch):
     monkeypatch.setattr(
         RayHostDiscovery, "find_available_hosts_and_slots", lambda self: {"a": 3, "b": 4}
     )
@@ -308,7 +308,7 @@ class Trainer:
 
 
 @pytest.mark.parametrize("arguments", [{"num_workers": 1}, {"min_workers": 1, "max_workers": 1}])
-def test_functions_objects_variables_and_callbacks(ours, arguments):
+def test_executor_runs_functions_and_objects_with_variables_and_callbacks(ours, arguments):
     executor = RayExecutor(MiniSettings(), **arguments)
     executor.start(Trainer, [5], {"by": 2}, {"A": 1, "B": None})
     assert ("start", {"A": "1"}) in ours[-1].asked
@@ -326,7 +326,7 @@ def test_functions_objects_variables_and_callbacks(ours, arguments):
     assert executor.execute(lambda nothing: nothing) == [None]
 
 
-def test_references_are_for_static_jobs(ours):
+def test_remote_references_are_supported_only_in_static_jobs(ours):
     static = RayExecutor(MiniSettings(), num_workers=1)
     static.start(Trainer, [1])
     assert static.run_remote(len, ["ab"]) == [("reference", 2)]
@@ -340,7 +340,7 @@ def test_references_are_for_static_jobs(ours):
 # ---- settings ----------------------------------------------------------------------------------------------------------
 
 
-def test_verbose_and_slots_are_taken_with_a_warning(ours):
+def test_verbose_and_slot_options_are_accepted_with_a_warning(ours):
     with pytest.warns(DeprecationWarning, match="verbose"):
         settings = RayExecutor.create_settings(verbose=True)
     with pytest.warns(DeprecationWarning, match="cpus_per_slot"):
@@ -353,7 +353,7 @@ def test_verbose_and_slots_are_taken_with_a_warning(ours):
 
 
 @pytest.mark.parametrize("given", [{"ssh_identity_file": "key"}, {"ssh_str": "secret"}])
-def test_ssh_is_ignored_with_one_warning(ours, given, tmp_path, monkeypatch):
+def test_ssh_settings_are_ignored_with_one_warning(ours, given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.warns(UserWarning, match="no effect") as warned:
         settings = RayExecutor.create_settings(**given)
@@ -363,7 +363,7 @@ def test_ssh_is_ignored_with_one_warning(ours, given, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_other_settings_than_ours_will_do(ours):
+def test_foreign_settings_objects_are_accepted(ours):
     class Settings:
         nics = frozenset({"b", "a"})
         start_timeout = 5
@@ -376,7 +376,7 @@ def test_other_settings_than_ours_will_do(ours):
     assert "network_interface" not in ours[1].arguments
 
 
-def test_the_deprecated_elastic_executor(ours):
+def test_deprecated_elastic_executor_works_with_a_warning(ours):
     with pytest.warns(DeprecationWarning, match="min_np"):
         settings = ElasticRayExecutor.create_settings(min_np=2, max_num_proc=3, reset_limit=1)
     settings.cooldown_range = (1, 5)
@@ -396,7 +396,7 @@ def test_the_deprecated_elastic_executor(ours):
 
 
 @pytest.mark.filterwarnings("ignore:ElasticRayExecutor")
-def test_what_the_deprecated_executor_refuses():
+def test_invalid_settings_of_the_deprecated_executor_are_refused():
     with raises(ValueError):
         ElasticRayExecutor.create_settings(colour="red")
     with raises(ValueError):
@@ -408,14 +408,14 @@ def test_what_the_deprecated_executor_refuses():
 # ---- small functions ---------------------------------------------------------------------------------------------------
 
 
-def test_strategies_say_how_many_workers():
+def test_strategies_define_the_number_of_workers():
     assert PGStrategy(num_workers=3).num_workers == 3
     assert ColocatedStrategy(num_hosts=2, num_workers_per_host=4).num_workers == 8
     group = object()
     assert PGStrategy(num_workers=1, placement_group=group).arguments["placement_group"] is group
 
 
-def test_workers_of_other_launchers_have_their_places():
+def test_ranks_and_sizes_are_derived_from_registrations_of_a_coordinator():
     coordinator = Coordinator(MiniSettings())
     for rank, node in enumerate(["a", "b", "a", "a", "b"]):
         coordinator.register(f"host {node}", node, rank)
@@ -434,12 +434,12 @@ def test_a_world_without_rank_0_is_refused():
         coordinator.establish_rendezvous()
 
 
-def test_interfaces_are_those_of_the_settings():
+def test_interfaces_are_taken_from_the_settings():
     assert detect_nics(MiniSettings(nics={"eth0"}), ["a"], []) == {"eth0"}
     assert nics_to_env_var(detect_nics(MiniSettings())) == {}
 
 
-def test_a_deadline_names_the_activity():
+def test_timeout_message_names_the_activity():
     late = Timeout(0.0, "no {activity} in {timeout}")
     assert (late.remaining(), late.timed_out()) == (0.0, True)
     with raises(TimeoutException):
@@ -447,7 +447,7 @@ def test_a_deadline_names_the_activity():
     Timeout(60.0, "").check_time_out_for("start")
 
 
-def test_interfaces_as_variables():
+def test_network_interfaces_are_converted_to_variables():
     assert nics_to_env_var(["eth0", "eth1"]) == {
         "NCCL_SOCKET_IFNAME": "eth0,eth1",
         "HOROVOD_GLOO_IFACE": "eth0",
@@ -466,16 +466,16 @@ def test_interfaces_as_variables():
         ({"use_gpu": True}, {"CPU": 8}, 0),
     ],
 )
-def test_slots_in_what_is_free(arguments, resources, slots):
+def test_slots_are_computed_from_free_resources(arguments, resources, slots):
     assert RayHostDiscovery(**arguments).slots(resources) == slots
 
 
-def test_a_worker_that_needs_nothing_is_refused():
+def test_worker_without_resources_is_refused():
     with raises(ValueError):
         RayHostDiscovery(cpus_per_worker=0)
 
 
-def test_a_node_counts_with_what_is_free_or_else_with_what_it_has():
+def test_free_resources_of_a_node_default_to_its_total():
     node = {"NodeID": "1", "NodeManagerAddress": "a", "Alive": True, "Resources": {"CPU": 8.0}}
     assert rooms_of([node], {"1": {"CPU": 3.0}}) == [("a", {"CPU": 3.0})]
     assert rooms_of([node | {"Alive": False}], {"1": {"CPU": 3.0}}) == []
@@ -483,14 +483,14 @@ def test_a_node_counts_with_what_is_free_or_else_with_what_it_has():
     assert rooms_of([new], {"1": {"CPU": 3.0}}) == [("a", {"CPU": 8.0})]
 
 
-def test_nodes_may_lack_a_key():
+def test_nodes_with_missing_keys_are_accepted():
     """Programs under test replace Ray's lists by their own, in the form of its older releases."""
     node = {"NodeManagerAddress": "a", "alive": True, "Resources": {"CPU": 8.0}}
     assert rooms_of([node], {}) == [("a", {"CPU": 8.0})]
     assert rooms_of([node | {"alive": False}, {"NodeID": "1"}, {"alive": True}], {}) == []
 
 
-def test_churn_stays_between_its_bounds(monkeypatch):
+def test_churn_keeps_host_counts_within_its_bounds(monkeypatch):
     hosts = {f"h{i}": 1 for i in range(6)}
     discovery = TestDiscovery(2, 5, 0.0, verbose=False)
     chance = random.Random(1)
@@ -503,7 +503,7 @@ def test_churn_stays_between_its_bounds(monkeypatch):
     assert discovery._hidden <= {"h0"}
 
 
-def test_logged_values_go_to_the_configured_queue():
+def test_logged_values_are_put_into_the_configured_queue():
     class Queue(list):
         put = list.append
 

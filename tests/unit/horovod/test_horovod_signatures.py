@@ -164,7 +164,7 @@ REFERENCE += [line.strip() for line in ELSEWHERE.strip().splitlines()]
 
 
 @pytest.mark.parametrize("reference", REFERENCE, ids=lambda line: line.partition("(")[0])
-def test_every_name_takes_what_horovods_takes(reference):
+def test_signatures_match_horovods(reference):
     signatures.compare(reference)
 
 
@@ -184,7 +184,7 @@ SPARK = """
     [line.strip() for line in SPARK.strip().splitlines()],
     ids=lambda line: line.partition("(")[0],
 )
-def test_every_name_of_spark_takes_what_horovods_takes(reference):
+def test_spark_signatures_match_horovods(reference):
     pytest.importorskip("pyspark")
     signatures.compare(reference)
 
@@ -192,7 +192,7 @@ def test_every_name_of_spark_takes_what_horovods_takes(reference):
 @pytest.mark.parametrize(
     "reference", MXNET_REFERENCE, ids=lambda line: "horovod.mxnet." + line.partition("(")[0]
 )
-def test_every_name_of_mxnet_takes_what_horovods_takes(reference):
+def test_mxnet_signatures_match_horovods(reference):
     at = MXNET_SOURCES if "_object(" in reference else MXNET_SOURCES[:-1]
     signatures.compare_source(reference, at)
 
@@ -208,7 +208,7 @@ def test_every_name_of_mxnet_takes_what_horovods_takes(reference):
         ),
     ],
 )
-def test_attributes_that_scripts_read(path, attributes):
+def test_attributes_read_by_scripts_exist(path, attributes):
     value = resolve_name(path)
     if isinstance(value, type):
         value = value([1, 2, 3])

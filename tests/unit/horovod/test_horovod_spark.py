@@ -18,7 +18,7 @@ from horovod.spark.common.store import DBFSLocalStore, FilesystemStore, HDFSStor
 from horovod.spark.task import get_available_devices
 
 
-def test_store_keeps_data_and_runs_below_its_folder(tmp_path):
+def test_store_keeps_data_and_runs_below_its_folder_and_reads_checkpoints(tmp_path):
     store = Store.create(str(tmp_path))
     assert type(store) is FilesystemStore
     assert store.get_train_data_path() == f"{tmp_path.as_uri()}/intermediate_train_data"
@@ -41,13 +41,13 @@ def test_store_has_given_folders_and_may_keep_no_runs(tmp_path):
     assert store.get_checkpoint_filename() == "model.pt"
 
 
-def test_store_at_a_url():
+def test_store_at_a_url_has_its_paths():
     store = Store.create("memory://bucket/work")
     assert store.get_runs_path() == "memory://bucket/work/runs"
     assert not store.exists(store.get_runs_path())
 
 
-def test_store_of_a_path_is_that_of_its_prefix():
+def test_store_class_is_selected_by_the_prefix_of_the_path():
     assert HDFSStore.matches("hdfs://name/x")
     assert DBFSLocalStore.matches_dbfs("dbfs:/x")
     assert DBFSLocalStore.normalize_path("file:///dbfs/x") == "/dbfs/x"
@@ -68,7 +68,7 @@ def test_validation_is_a_share_or_a_column(given):
 
 
 @pytest.mark.parametrize("given", [1.0, -0.1, True, "", [0.1]])
-def test_other_validation_is_refused(given):
+def test_invalid_validation_is_refused(given):
     with raises(Invalid):
         params.check_validation(given)
 
@@ -82,9 +82,7 @@ def test_other_validation_is_refused(given):
         ("4,5,6,7", "1", "2", ["2", "3"]),
     ],
 )
-def test_gpus_of_a_worker_are_numbered_among_those_of_its_host(
-    monkeypatch, seen, rank, slots, devices
-):
+def test_gpus_of_a_worker_are_numbered_within_its_host(monkeypatch, seen, rank, slots, devices):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
     monkeypatch.setenv("HOROVOD_LOCAL_RANK", rank)
     monkeypatch.setenv("HOROVOD_LOCAL_SIZE", slots)

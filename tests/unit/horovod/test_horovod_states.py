@@ -71,7 +71,7 @@ class Values(ObjectState):
             self._set_attrs()
 
 
-def test_a_state_with_custom_methods():
+def test_state_with_custom_methods_is_saved_restored_and_synchronized():
     state = Counters(Rows(answer={"seen": 7}), lambda: 1)
     assert has_custom_sync(state), "called by all workers in every world"
     attempts = 0
@@ -90,7 +90,7 @@ def test_a_state_with_custom_methods():
     assert train(state) == 9, "7 were rank 0's, 1 was committed, 1 came after"
 
 
-def test_an_object_state_that_synchronizes_itself():
+def test_object_state_with_a_custom_broadcast_is_synchronized_and_restored():
     state = Values(Rows(answer={"epoch": 3, "seen": [1, 2]}), lambda: 1, epoch=0, seen=[])
     assert has_custom_sync(state)
     state.sync()
@@ -100,14 +100,14 @@ def test_an_object_state_that_synchronizes_itself():
     assert state.seen == [1, 2]
 
 
-def test_rank_0_keeps_its_state():
+def test_sync_on_rank_0_keeps_its_state():
     rows = Rows()
     state = Values(rows, lambda: 0, epoch=5)
     state.sync()
     assert (state.epoch, rows.asked) == (5, [{"epoch": 5}])
 
 
-def test_the_runtimes_broadcast_is_no_broadcast_of_the_scripts():
+def test_broadcast_of_the_runtime_is_no_custom_sync():
     state = ObjectState(hvd.broadcast_object, hvd.rank, epoch=2)
     assert not has_custom_sync(state)
     assert state._bcast_object({"a": 1}) == {"a": 1}
@@ -180,7 +180,7 @@ def registered():
     set_handler_registry(ours)
 
 
-def test_handlers_of_a_script_s_own_take_effect(registered):
+def test_custom_handlers_of_a_script_are_used(registered):
     scores, model = Scores(), torch.nn.Linear(1, 1)
     state = TorchState(model=model, scores=scores, epoch=0)
     assert has_custom_sync(state), "a handler with a sync of its own is called on every worker"

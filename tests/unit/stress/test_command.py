@@ -8,14 +8,14 @@ from harness.golden import recorded
 from stress.__main__ import COMMAND_LINE, main
 
 
-def test_the_overview_lists_all_commands(capsys):
+def test_overview_lists_all_commands(capsys):
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
     assert all(f"  {name} " in said for name in COMMAND_LINE.commands)
 
 
 @pytest.mark.parametrize("name", COMMAND_LINE.commands)
-def test_each_explains_itself(name, capsys):
+def test_each_command_has_a_help_text(name, capsys):
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
     assert ended.value.code == 0

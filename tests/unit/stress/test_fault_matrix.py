@@ -42,12 +42,12 @@ def asked(victim: str, fault: str, phase: str) -> list[str]:
 # ---- the axes ------------------------------------------------------------------------------------
 
 
-def test_every_cell_is_there_once():
+def test_each_cell_exists_once():
     cells = list(faults.all_cells())
     assert len(cells) == len(set(cells)) == 8 * 12 * 23
 
 
-def test_no_victim_fault_or_phase_is_impossible_everywhere_but_the_agent():
+def test_every_victim_except_the_agent_and_every_fault_and_phase_is_possible():
     assert {cell.victim for cell in POSSIBLE} == faults.VICTIMS.keys() - {faults.AGENT}
     assert {cell.fault for cell in POSSIBLE} == faults.FAULTS.keys()
     assert {cell.phase for cell in POSSIBLE} == faults.PHASES.keys()
@@ -68,7 +68,7 @@ def test_no_victim_fault_or_phase_is_impossible_everywhere_but_the_agent():
         Cell(faults.ALL_BUT_ONE, faults.KILL, faults.SHARD_TRAVEL),
     ],
 )
-def test_an_impossible_cell_has_a_reason(cell):
+def test_impossible_cell_has_a_reason(cell):
     recorded("messages", faults.impossible(cell))
 
 
@@ -101,7 +101,7 @@ def test_an_impossible_cell_has_a_reason(cell):
         (faults.DRIVER, faults.STOP, faults.FORWARD, ExpectedEnd.GOES_ON),
     ],
 )
-def test_how_a_cell_ends(victim, fault, phase, end):
+def test_cell_has_its_expected_end(victim, fault, phase, end):
     wanted = expected(Cell(victim, fault, phase))
     assert wanted.end is end
     assert wanted.why
@@ -116,14 +116,14 @@ def test_how_a_cell_ends(victim, fault, phase, end):
         (faults.KILL, ()),
     ],
 )
-def test_a_worker_that_does_not_end_by_itself_is_fenced_for_that_reason(fault, reason):
+def test_worker_that_does_not_exit_is_fenced_with_the_expected_reason(fault, reason):
     assert expected(Cell(faults.LAST, fault, faults.FORWARD)).fenced == reason
 
 
 # ---- rules ---------------------------------------------------------------------------------------
 
 
-def test_the_rules_of_every_cell_can_be_read():
+def test_rules_of_every_cell_are_valid():
     for cell in POSSIBLE:
         rules = fault_rules(cell, MEMBERS, "h:3#1", "x", "/go")
         places = [rule.place for text in rules.rules for rule in parse(text)]
@@ -138,28 +138,28 @@ def test_victims_are_named_by_their_rank():
     ]
 
 
-def test_a_joiner_needs_a_place_and_is_any_new_worker():
+def test_joiner_fault_is_preceded_by_a_kill_and_hits_any_new_worker():
     assert asked(faults.JOINER, faults.EXIT, faults.SNAPSHOT) == [
         "snapshot exit=7 other-than=h:0#1,h:1#1,h:2#1,h:3#1 victims=1 id=x",
         "forward kill worker=h:3#1 id=x-before",
     ]
 
 
-def test_a_rendezvous_needs_a_broken_world_without_a_lost_worker():
+def test_rendezvous_fault_is_preceded_by_a_closed_connection():
     assert asked(faults.LAST, faults.KILL, faults.RENDEZVOUS) == [
         "rendezvous kill worker=h:3#1 victims=1 id=x",
         "forward shut worker=h:1#1 id=x-before",
     ]
 
 
-def test_a_checkpoint_is_read_by_new_workers_after_all_were_killed():
+def test_checkpoint_is_read_by_new_workers_after_all_were_killed():
     assert asked(faults.RANK_0, faults.KILL, faults.RESUME) == [
         "durable-load kill other-than=h:0#1,h:1#1,h:2#1,h:3#1 victims=1 id=x",
         "forward kill step=9 victims=4 id=x-before",
     ]
 
 
-def test_rows_travel_once_a_worker_was_lost_or_has_joined():
+def test_shard_transfer_faults_follow_the_loss_or_join_of_a_worker():
     rule, before = (parse(text)[0] for text in asked(faults.TWO, faults.KILL, faults.SHARD_TRAVEL))
     assert (rule.place, rule.victims) == ("shard-moved", 2)
     assert before.where == (("worker", (MEMBERS[1],)),)
@@ -176,25 +176,25 @@ def test_joiner_is_hit_in_its_first_commit_of_a_world():
         assert rule.hit == hit
 
 
-def test_several_victims_of_a_sharded_commit_are_hit_in_the_same_one():
+def test_several_victims_of_a_sharded_commit_are_hit_in_the_same_commit():
     (rule,) = parse(asked(faults.TWO, faults.KILL, faults.SHARD_SEAL)[0])
     assert rule.victims == 2 and ("step", ("9",)) in rule.where
 
 
 @pytest.mark.parametrize("phase", [*faults.COMMITS_SHARDS, *faults.MOVES_SHARDS])
-def test_phases_of_shards_are_in_jobs_with_a_sharded_state(phase):
+def test_cells_with_phases_of_shards_run_in_sharded_jobs(phase):
     cell = Cell(faults.MIDDLE, faults.KILL, phase)
     assert expectations.kind_of(cell) is expectations.JobKind.SHARDED
 
 
-def test_a_worker_leaves_while_all_hold():
+def test_worker_leaves_while_all_members_hold():
     assert asked(faults.RANK_0, faults.KILL, faults.CHANGE) == [
         "hold kill worker=h:0#1 victims=1 id=x",
         "forward term worker=h:1#1 id=x-before",
     ]
 
 
-def test_several_victims_of_a_change_are_hit_where_all_stop():
+def test_several_victims_of_a_change_are_hit_where_all_members_stop():
     """One victim may hold a check before the others, which wait for it in their next step: a deadlock."""
     assert asked(faults.ALL_BUT_ONE, faults.KILL, faults.CHANGE) == [
         "stop kill worker=h:0#1,h:1#1,h:2#1 victims=3 id=x",
@@ -202,7 +202,7 @@ def test_several_victims_of_a_change_are_hit_where_all_stop():
     ]
 
 
-def test_victims_of_an_outside_fault_wait_for_it():
+def test_victims_of_an_external_fault_wait_for_the_fault():
     assert asked(faults.DRIVER, faults.KILL, faults.STEP)[0].startswith("optimizer-step wait=/go")
     assert asked(faults.LAST, faults.DROP, faults.STEP)[0].startswith("optimizer-step wait=/go")
 
@@ -213,7 +213,7 @@ def test_victims_of_an_outside_fault_wait_for_it():
 @pytest.mark.parametrize(
     ("together", "at_most"), [(1, 35), pytest.param(2, 330, marks=pytest.mark.slow)]
 )
-def test_all_values_that_can_be_together_are_in_a_few_cells(together, at_most):
+def test_few_cells_cover_all_possible_combinations_of_values(together, at_most):
     def values(cells) -> set[tuple[str, ...]]:
         triples = ((cell.victim, cell.fault, cell.phase) for cell in cells)
         return {each for triple in triples for each in itertools.combinations(triple, together)}
@@ -225,7 +225,7 @@ def test_all_values_that_can_be_together_are_in_a_few_cells(together, at_most):
 
 
 @pytest.mark.parametrize("together", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_jobs_hold_every_cell_once_and_in_an_order_that_can_be(together):
+def test_jobs_contain_every_cell_once_in_a_possible_order(together):
     chosen = expectations.covering(POSSIBLE, together)
     jobs = batches(chosen)
     assert sorted(cell for job in jobs for cell in job) == sorted(chosen)
@@ -281,7 +281,7 @@ def told(kind: str, slot: int, **fields) -> dict:
     return {"at": 0.0, "event": {"type": kind, "worker": ["h", slot, 1], **fields}, "actions": []}
 
 
-def test_a_job_is_full_when_four_train_and_commit():
+def test_job_is_full_when_four_workers_train_and_commit():
     story = JournalFacts()
     story.hear(world(2, 0, 1, 2, 3))
     for slot in range(4):
@@ -294,7 +294,7 @@ def test_a_job_is_full_when_four_train_and_commit():
     assert was_full == [False, True, False]
 
 
-def test_the_newest_member_is_the_one_that_connected_last():
+def test_newest_member_is_the_last_connected_member_of_the_world():
     story = JournalFacts()
     for slot in (1, 3, 0, 2):
         story.hear(told("WorkerConnected", slot, pid=1))
@@ -305,7 +305,7 @@ def test_the_newest_member_is_the_one_that_connected_last():
 # ---- the page ------------------------------------------------------------------------------------
 
 
-def test_the_page_shows_what_passed_what_failed_and_what_has_not_run():
+def test_page_shows_passed_failed_and_pending_cells():
     done = Cell(faults.LAST, faults.STOP, faults.FORWARD)
     failed = Cell(faults.LAST, faults.KILL, faults.FORWARD)
     text = page.page(
@@ -323,7 +323,7 @@ def test_the_page_shows_what_passed_what_failed_and_what_has_not_run():
 # ---- running -------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_interrupted_ends_its_jobs_and_writes_nothing_of_them(monkeypatch, tmp_path):
+def test_interrupted_run_closes_its_jobs_and_writes_no_results(monkeypatch, tmp_path):
     ended, here = threading.Event(), threading.get_ident()
 
     def start() -> None:

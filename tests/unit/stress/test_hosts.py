@@ -54,7 +54,7 @@ def rules(**by_host: Link) -> list[str]:
     return [line.rpartition("passing ")[2] for line in lines if line.split()[:2] == ["add", "rule"]]
 
 
-def test_sound_link_drops_nothing():
+def test_link_without_faults_has_no_drop_rules():
     assert rules(a=Link(), b=Link(rate="10mbit", delay_s=0.1)) == []
 
 
@@ -72,7 +72,7 @@ def test_lossy_link_drops_packets_independently_in_both_directions():
     assert rules(b=Link(loss=0.02)) == [f'iifname "p-b" {draw}', f'oifname "p-b" {draw}']
 
 
-def test_rules_replace_the_previous_ones_atomically():
+def test_rules_replace_the_previous_rules_atomically():
     first, second, third, *_ = links.ruleset({}).splitlines()
     # nft only deletes what exists, so the table is added first.
     assert [first, second, third] == [
@@ -103,7 +103,7 @@ def test_invalid_interface_name_is_rejected(name):
         links.check_name(name)
 
 
-def test_frames_leave_in_order_when_they_are_due():
+def test_frames_are_released_in_order_when_due():
     held = DelayedFrames(delay_s=0.1, most=3)
     assert held.next_at() is None
     for now, frame in (1.0, b"a"), (1.05, b"b"), (1.2, b"c"), (1.2, b"one too many"):
@@ -123,7 +123,7 @@ class Here:
     popen = staticmethod(subprocess.Popen)
 
 
-def test_reaped_program_receives_no_more_signals(tmp_path, monkeypatch):
+def test_reaped_program_is_sent_no_signal(tmp_path, monkeypatch):
     program = HostProgram(Here(), "true", ["true"], tmp_path)  # type: ignore[arg-type]
     assert program.wait() == 0
     sent: list[tuple[int, int]] = []
@@ -154,7 +154,7 @@ def came_through(host: str, *, again: float = 3.0) -> WorkerNotes:
     )
 
 
-def test_survivors_and_the_slowest_of_them_are_measured():
+def test_recovery_of_survivors_and_the_slowest_survivor_are_measured():
     died = worker("c", (1.0, "entered", 0), (2.0, "committed", 1), (2.0, "began", 2))
     joined = worker("d", (2.9, "entered", 1), (3.0, "committed", 2))
     found = aftermath([came_through("a"), came_through("b", again=3.4), died, joined], 2.2, 9.0)
@@ -164,7 +164,7 @@ def test_survivors_and_the_slowest_of_them_are_measured():
     assert (found.failed, found.lost) == (1, 0)
 
 
-def test_step_that_ends_before_the_break_is_noticed_is_not_the_next_one():
+def test_step_committed_before_the_break_does_not_count_as_the_next_step():
     """A worker of a world that is about to break may still commit; that is not a recovery."""
     straggler = worker(
         "a",
@@ -183,7 +183,7 @@ def test_nearly_finished_step_does_not_count_as_survival():
     assert aftermath([cut_off], 2.2, 9.0).survivors == 1  # no worker was interrupted
 
 
-def test_worker_that_never_steps_again_is_no_survivor():
+def test_worker_without_further_steps_is_not_counted_as_a_survivor():
     stuck = worker("a", (1.0, "committed", 1), (2.9, "entered", 1))
     assert aftermath([stuck], 2.2, 9.0).survivors == 0
     assert aftermath([stuck], 2.2, 9.0).next_step_ms is None
@@ -357,7 +357,7 @@ def test_driver_that_continues_from_another_state_is_detected(tmp_path):
         drivers.join()
 
 
-def test_driver_that_never_led_has_no_term(tmp_path):
+def test_driver_that_never_led_has_term_zero(tmp_path):
     (tmp_path / "empty").touch()
     assert term_of(tmp_path / "empty") == term_of(tmp_path / "none") == 0
 
@@ -365,7 +365,7 @@ def test_driver_that_never_led_has_no_term(tmp_path):
 # ---- random faults ---------------------------------------------------------------------------------------------------
 
 
-def test_seed_determines_a_game_without_two_faults_on_a_host_per_round():
+def test_seed_determines_faults_with_at_most_one_host_fault_per_round():
     assert draw(7, 20) == draw(7, 20) != draw(8, 20)
     assert draw(7, 20)[:5] == draw(7, 5)
     fates = set()
@@ -410,7 +410,7 @@ def test_measurement_within_its_limits_passes():
         measured(SurvivorSteps(3, True, 100, 0, 0, lost=2)),
     ],
 )
-def test_measurement_beyond_a_limit_names_it(given):
+def test_measurement_beyond_a_limit_is_reported(given):
     (trouble,) = given.troubles
     recorded("messages", trouble)
 
@@ -421,7 +421,7 @@ def test_busy_machine_only_extends_the_time_limits():
     assert Mark(adopted_ms=2000).eased(2.0) == Mark(adopted_ms=4000)
 
 
-def test_outcome_fails_if_its_journal_does():
+def test_outcome_fails_without_comparisons_or_with_a_broken_journal():
     assert ScenarioOutcome("cut", [measured()], compared=9).passed
     for wrong in (
         ScenarioOutcome("cut", [measured()], compared=0),
@@ -464,7 +464,7 @@ def test_every_scenario_has_a_description():
         ["--report", "/no/such/folder/page.md"],
     ],
 )
-def test_invalid_arguments_are_reported_before_anything_is_created(words, capsys):
+def test_invalid_arguments_are_refused(words, capsys):
     assert main(["hosts", *words]) == 2
     recorded("output", capsys.readouterr().err)
 
@@ -511,7 +511,7 @@ def test_command_runs_the_requested_scenarios_and_writes_its_page(stage, capsys)
     recorded("messages", stage.read_text())
 
 
-def test_scenario_that_hangs_fails_and_the_next_one_runs(stage, capsys):
+def test_scenario_that_hangs_fails_and_the_next_scenario_runs(stage, capsys):
     assert main(["hosts", "--only", "late,good", "--report", str(stage)]) == 1
     printed = capsys.readouterr()
     assert "late: FAILED" in printed.err and "FAILED; " in printed.out

@@ -42,14 +42,14 @@ def call(kind: Kind = Kind.REDUCE, **others) -> Call:
 # ---- random rounds ------------------------------------------------------------------------------------------------
 
 
-def test_a_seed_draws_the_same_rounds_again():
+def test_equal_seeds_draw_equal_rounds():
     one, other = (random.Random(3) for _ in range(2))
     assert [draw(one, 4, ELEMENT_BYTES) for _ in range(50)] == [
         draw(other, 4, ELEMENT_BYTES) for _ in range(50)
     ]
 
 
-def test_everything_is_drawn_that_can_be():
+def test_random_rounds_cover_all_kinds_faults_and_sizes():
     pick = random.Random(1)
     rounds = [draw(pick, 4, ELEMENT_BYTES) for _ in range(3000)]
     calls = [call for each in rounds for call in each.calls]
@@ -80,7 +80,7 @@ def numbers() -> Numbers:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_reduction_is_close_to_that_in_double_precision(numbers, dtype, op):
+def test_expected_reduction_is_close_to_double_precision(numbers, dtype, op):
     drawn = call(dtype=dtype, op=op, scale=0.5, elements=1000)
     result = numbers.come_out(drawn, 0)
     inputs = [numbers.put_in(drawn, rank) for rank in range(3)]
@@ -95,7 +95,7 @@ def test_a_reduction_is_close_to_that_in_double_precision(numbers, dtype, op):
         assert torch.allclose(result.double(), exact, rtol=error, atol=4 * error)
 
 
-def test_moves_bring_each_rank_what_the_others_have(numbers):
+def test_expected_results_of_moves_match_the_inputs_of_peers(numbers):
     for rank in range(3):
         broadcast = call(Kind.BROADCAST)
         assert torch.equal(numbers.come_out(broadcast, rank), numbers.put_in(broadcast, 1))
@@ -126,7 +126,7 @@ def found(done: Round, *told: RankReport) -> list[str]:
     return tally.findings
 
 
-def test_right_results_and_errors_that_are_due_are_no_findings():
+def test_correct_results_and_expected_errors_are_no_findings():
     assert found(PEACE, RankReport(right=3)) == []
     assert found(KILL, RankReport(right=3, error=KILLED, ended=1, late_s=0.02)) == []
     assert found(FREEZE, RankReport(error="aborted", late_s=0.02, undrained=True)) == []
@@ -142,7 +142,7 @@ def test_each_trouble_is_a_finding():
     recorded("messages", found(FREEZE, RankReport(error="aborted", written=True)))
 
 
-def test_what_was_tried_is_counted():
+def test_rounds_calls_and_findings_are_counted():
     tally = ReductionTally()
     tally.note(1, replace(PEACE, calls=(call(), call(Kind.GATHER))), [RankReport(right=2)] * 3)
     tally.note(
@@ -161,7 +161,7 @@ def test_what_was_tried_is_counted():
     assert tally.errors_s == {ReductionFault.KILL: [0.2], ReductionFault.FREEZE: [0.01]}
 
 
-def test_a_quantile_is_one_of_the_values():
+def test_quantile_is_one_of_the_values():
     values = [float(n) for n in range(100, 0, -1)]
     assert [quantile(values, share) for share in (0.0, 0.5, 0.99, 0.991, 1.0)] == [
         1,

@@ -18,7 +18,7 @@ def curve(values, quantity=MEMORY, sizes=None) -> GrowthCurve:
     return GrowthCurve("worker", quantity, at, list(values), sizes or [4] * len(at))
 
 
-def test_the_slope_is_that_of_most_pairs():
+def test_slope_is_robust_against_outliers():
     assert slope(AT, [2.0 * t + 1 for t in AT]) == pytest.approx(2.0)
     spiked = [0.0] * 240
     spiked[17] = spiked[200] = 1e6
@@ -27,7 +27,7 @@ def test_the_slope_is_that_of_most_pairs():
     assert slope([], []) == 0.0
 
 
-def test_what_levels_off_in_the_first_half_is_flat():
+def test_curve_that_levels_off_in_the_first_half_is_flat():
     warmed = curve([200.0 + min(n, 100) for n in range(240)])
     assert warmed.growth == 0.0
     assert warmed.flat
@@ -39,7 +39,7 @@ def test_a_steadily_growing_curve_is_not_flat():
     assert not leaking.flat
 
 
-def test_what_breathes_with_the_world_is_flat_and_a_leak_below_it_is_seen():
+def test_curve_that_varies_with_the_world_is_flat_and_a_leak_is_found():
     dice = random.Random(1)
     breathing = [10.0 + dice.choice((0, 0, 1, 2, 3)) for _ in AT]
     assert curve(breathing, THREADS).flat
@@ -47,7 +47,7 @@ def test_what_breathes_with_the_world_is_flat_and_a_leak_below_it_is_seen():
     assert not curve(leak, THREADS).flat
 
 
-def test_worlds_that_happen_to_be_larger_at_the_end_are_no_growth():
+def test_larger_worlds_at_the_end_are_no_growth():
     dice = random.Random(1)
     sizes = [dice.choice((1, 2, 3) if n < 200 else (2, 3, 4)) for n in range(240)]
     sockets = [4.0 * size + dice.choice((0, 1)) for size in sizes]
@@ -56,7 +56,7 @@ def test_worlds_that_happen_to_be_larger_at_the_end_are_no_growth():
     assert not curve(leaking, THREADS, sizes).flat
 
 
-def test_what_shrinks_is_flat():
+def test_decreasing_curve_is_flat():
     assert curve([300.0 - n / 10 for n in range(240)]).flat
 
 

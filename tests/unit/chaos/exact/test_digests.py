@@ -21,13 +21,13 @@ def compared(undisturbed: list[Event], other: list[Event]) -> DigestDifference |
     return difference(held(undisturbed), held(other))
 
 
-def test_equal_runs_may_do_steps_again_and_go_less_far():
+def test_equal_runs_may_repeat_steps_and_be_shorter():
     whole: list[Event] = [TimePassed(), told(1, a=1), told(2, a=2), told(3, a=3)]
     assert compared(whole, [told(1, a=1), told(2, a=2), told(2, SECOND, 2, a=2)]) is None
     assert compared(whole, []) is None
 
 
-def test_the_first_difference_is_that_of_the_first_step_and_not_of_the_first_report():
+def test_first_difference_is_the_one_of_the_earliest_step():
     undisturbed: list[Event] = [told(1, a=1, b=1), told(2, a=2, b=2), told(3, a=3, b=3)]
     other: list[Event] = [
         told(1, a=1, b=1),
@@ -40,7 +40,7 @@ def test_the_first_difference_is_that_of_the_first_step_and_not_of_the_first_rep
     recorded("messages", found.sentence())
 
 
-def test_a_tensor_that_one_run_lacks_differs():
+def test_tensor_missing_in_one_run_differs():
     found = compared([told(1, a=1, b=2)], [told(1, a=1)])
     assert found is not None
     assert found.tensors == ("b",)
@@ -67,7 +67,7 @@ def test_the_first_differing_shard_and_its_worker_are_named():
     recorded("messages", found.sentence())
 
 
-def test_where_shards_agree_it_is_their_sum():
+def test_difference_with_equal_shards_is_attributed_to_their_sum():
     undisturbed: list[Event] = [told(1, a=1), with_gradients(FIRST, 1, s0_a=2, s1_a=4)]
     other: list[Event] = [
         told(1, a=1),
@@ -79,7 +79,7 @@ def test_where_shards_agree_it_is_their_sum():
     recorded("messages", found.sentence())
 
 
-def test_of_steps_without_a_commit_none_is_accused():
+def test_no_worker_is_blamed_when_steps_are_missing_between_commits():
     """The values of the last one follow from a possibly corrupt earlier one."""
     undisturbed: list[Event] = [told(4, a=1), replace(with_gradients(FIRST, 1, s0_a=2), step=8)]
     other: list[Event] = [told(4, a=1), replace(with_gradients(FIRST, 5, s0_a=3), step=8)]
@@ -105,5 +105,5 @@ def test_many_tensors_are_counted():
     recorded("messages", found.sentence())
 
 
-def test_what_a_world_began_with_and_what_has_no_tensors_are_left_out():
+def test_initial_commits_and_reports_without_tensors_are_omitted():
     assert held([told(0, a=1), told(-1, a=1), told(4)]) == []

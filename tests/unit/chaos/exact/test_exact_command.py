@@ -63,7 +63,7 @@ def test_a_job_without_shards_is_ended_at_its_first_commit(runs, capsys):
     assert plans == [Plan()]
 
 
-def test_a_journal_of_the_jobs_own_is_refused_and_one_of_the_scripts_is_not(runs, capsys, tmp_path):
+def test_journal_flag_of_the_job_is_refused_and_of_the_script_accepted(runs, capsys, tmp_path):
     runs([told(0, 1, 5)])
     *words, script = JOB
     assert main(["exact", *words, f"--journal={tmp_path}/x", script]) == 2
@@ -71,7 +71,7 @@ def test_a_journal_of_the_jobs_own_is_refused_and_one_of_the_scripts_is_not(runs
     assert main(["exact", *JOB, "--journal", "x"]) == 0
 
 
-def test_the_second_run_must_not_resume_from_the_first_one(runs, capsys, tmp_path):
+def test_checkpoint_folder_is_refused_since_the_second_run_would_resume(runs, capsys, tmp_path):
     plans = runs([told(0, 1, 5)])
     *words, script = JOB
     assert main(["exact", *words, "--checkpoint-dir", str(tmp_path), script]) == 2
@@ -87,7 +87,7 @@ def test_workers_that_do_not_agree_undisturbed_are_named_before_any_fault(runs, 
     assert plans == [Plan()]
 
 
-def test_equal_runs_are_run_twice(runs, capsys):
+def test_equal_runs_are_repeated_with_faults(runs, capsys):
     plans = runs([told(0, 0, 4), told(0, 1, 5), told(1, 1, 5)])
     assert main(["exact", *JOB]) == 0
     said = capsys.readouterr().out
@@ -95,20 +95,20 @@ def test_equal_runs_are_run_twice(runs, capsys):
     assert [plan.chance is not None for plan in plans] == [False, True]
 
 
-def test_equal_runs_show_nothing_where_no_fault_came(runs, capsys):
+def test_equal_runs_without_a_fault_are_inconclusive(runs, capsys):
     runs([told(0, 1, 5)], faults=False)
     assert main(["exact", "--mean-time-between-faults", "9", *JOB]) == 2
     recorded("output", capsys.readouterr().out)
 
 
-def test_commits_of_other_steps_are_not_equal(runs, capsys):
+def test_runs_without_common_steps_are_not_reported_as_equal(runs, capsys):
     runs([told(0, 2, 5), told(0, 4, 6)], then=[told(0, 1, 9), told(0, 3, 8)])
     assert main(["exact", *JOB]) == 2
     recorded("output", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("last", [1, 3])
-def test_a_run_that_ends_by_itself_after_another_step_differs(runs, capsys, last):
+def test_run_that_ends_after_another_step_differs(runs, capsys, last):
     """Equal as far as both went: the rest of an epoch was lost or repeated after a restore."""
     runs(
         [told(0, step, step) for step in (1, 2)],
@@ -119,7 +119,7 @@ def test_a_run_that_ends_by_itself_after_another_step_differs(runs, capsys, last
     recorded("log", said, last)
 
 
-def test_what_only_one_run_has_committed_is_counted(runs, capsys):
+def test_commits_of_only_one_run_are_counted(runs, capsys):
     runs(
         [told(0, step, step) for step in (2, 4, 6)],
         then=[told(0, 2, 2), told(0, 3, 3), told(0, 6, 6)],
@@ -129,7 +129,7 @@ def test_what_only_one_run_has_committed_is_counted(runs, capsys):
     recorded("log", said)
 
 
-def test_a_run_of_before_need_not_have_ended(runs, capsys, tmp_path):
+def test_earlier_undisturbed_run_need_not_have_ended(runs, capsys, tmp_path):
     before = tmp_path / "before.jsonl"
     journal = FileJournal.begin(before, Settings(np=1, workers_min=1, workers_max=1, elastic=True))
     journal.record(0.0, told(0, 1, 1), [])

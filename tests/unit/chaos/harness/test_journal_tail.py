@@ -55,7 +55,7 @@ class Written:
         return self.follower.look()
 
 
-def test_the_world_and_its_process_ids_as_they_change(tmp_path):
+def test_world_and_process_ids_follow_the_journal(tmp_path):
     written = Written(tmp_path)
     assert not written.follower.look().pids  # there is no file yet
     written.begin()
@@ -86,7 +86,7 @@ def test_training_begins_with_the_first_collective_of_elastic_run(tmp_path):
     assert written.happens(WorkerResumed(B, 2, {})).began_at == 2.0
 
 
-def test_a_commit_counts_once_for_all_its_reports(tmp_path):
+def test_commit_counts_once_for_all_its_reports(tmp_path):
     written = Written(tmp_path)
     written.begin()
 
@@ -111,7 +111,7 @@ def test_a_state_without_counted_steps_is_known_from_its_first_commit(tmp_path):
     assert written.happens(WorkerDigested(B, 1, Commit(1, 1), 1)).no_steps
 
 
-def test_the_end_shows_before_it_is_there(tmp_path):
+def test_end_of_a_job_is_detected_before_its_processes_exit(tmp_path):
     for number, (event, actions) in enumerate(
         [
             (WorkerReturned(A, 2), ()),
@@ -127,7 +127,7 @@ def test_the_end_shows_before_it_is_there(tmp_path):
         assert written.happens(event, *actions).ending
 
 
-def test_an_incomplete_line_is_processed_when_it_is_complete(tmp_path):
+def test_incomplete_line_is_processed_once_complete(tmp_path):
     written = Written(tmp_path)
     written.begin()
     written.happens(WorkerConnected(A, 101))
@@ -141,14 +141,14 @@ def test_an_incomplete_line_is_processed_when_it_is_complete(tmp_path):
         assert heard == ({A: 101} if end == len(whole) else {})
 
 
-def test_what_is_no_entry_means_nothing(tmp_path):
+def test_lines_that_are_no_entries_are_ignored(tmp_path):
     journal = tmp_path / "journal.jsonl"
     journal.write_bytes(b'\n{\n[]\n{"journal": 1}\n\xff\xfe\n{"resumed": {"term": 2}}\n3\n')
     progress = JournalTail(journal, JobProgress()).look()
     assert (progress.pids, progress.generation, progress.ending) == ({}, 0, False)
 
 
-def test_half_a_line_that_the_next_driver_cuts_off(tmp_path):
+def test_truncated_line_replaced_by_the_next_driver_is_read(tmp_path):
     written = Written(tmp_path)
     written.begin()
     assert written.happens(WorkerConnected(A, 101)).pids == {A: 101}

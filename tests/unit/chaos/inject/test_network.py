@@ -12,7 +12,7 @@ from elastic.errors import Invalid
 from harness.golden import raises
 
 
-def test_the_sockets_of_a_process_with_both_their_ends():
+def test_sockets_of_a_process_are_listed_with_both_addresses():
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -26,7 +26,7 @@ def test_the_sockets_of_a_process_with_both_their_ends():
                 assert Socket(door, calling.getsockname()) in found
 
 
-def test_a_process_that_is_gone_has_none():
+def test_exited_process_has_no_sockets():
     with pytest.raises(OSError):
         network.sockets_of(2**22 + 1)
 
@@ -41,13 +41,13 @@ def test_a_process_that_is_gone_has_none():
         ("0000000000000000FFFF00000100007F:1F90", ("127.0.0.1", 8080)),
     ],
 )
-def test_addresses_as_the_kernel_writes_them(text, end):
+def test_addresses_in_the_kernel_format_are_parsed(text, end):
     line = f"0: {text} {text} 01 0:0 00:0 0 0 0 4711".split()
     assert network._socket(line, {"4711"}) == Socket(end, end)
     assert network._socket(line, {"4712"}) is None
 
 
-def test_a_connection_is_dropped_both_ways_and_a_door_inwards():
+def test_connection_is_dropped_in_both_directions_and_a_listener_inbound():
     connection = Socket(("10.0.0.1", 5), ("10.0.0.2", 6))
     assert network._elements(connection) == [
         "flows_ip { 10.0.0.1 . 5 . 10.0.0.2 . 6 }",
@@ -57,7 +57,7 @@ def test_a_connection_is_dropped_both_ways_and_a_door_inwards():
     assert network._elements(Socket(("0.0.0.0", 5), None)) == ["doors { 5 }"]
 
 
-def test_without_root_or_its_program_it_is_refused_in_a_sentence(monkeypatch):
+def test_partition_and_cut_are_refused_without_root_or_their_program(monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     for check in [network.check_partition, network.check_cut]:
         with raises(Invalid):

@@ -117,7 +117,7 @@ OTHER = '[[fault]]\nat_s = 1\nkind = "kill"\n\n'
         "[random]\nmean_time_between_faults_s = 1\nseed = 1.5\n",
     ],
 )
-def test_a_mistake_is_one_sentence_with_its_line(text):
+def test_invalid_plan_is_refused_with_its_line(text):
     recorded("messages", refusal_of(read_plan, text, "plan.toml"))
 
 
@@ -128,7 +128,7 @@ def first(chance: Chance, count: int) -> list[Fault]:
     return list(itertools.islice(draw(chance), count))
 
 
-def test_a_seed_gives_the_same_faults_again_and_another_seed_others():
+def test_equal_seeds_draw_equal_faults_and_different_seeds_different_ones():
     one, two = Chance(10.0, seed=1), Chance(10.0, seed=2)
     assert first(one, 50) == first(one, 50)
     assert first(one, 50) != first(two, 50)
@@ -156,7 +156,7 @@ def test_no_fault_is_drawn_after_the_duration():
     assert max(times) <= 60.0
 
 
-def test_a_plan_without_a_seed_gets_one_and_otherwise_keeps_its_own():
+def test_plan_without_a_seed_gets_the_given_seed():
     assert Plan(chance=Chance(1.0)).seeded(9).chance == Chance(1.0, seed=9)
     assert Plan(chance=Chance(1.0, seed=3)).seeded(9).chance == Chance(1.0, seed=3)
 
@@ -164,7 +164,7 @@ def test_a_plan_without_a_seed_gets_one_and_otherwise_keeps_its_own():
 # ---- times ---------------------------------------------------------------------------------------
 
 
-def test_each_fault_is_due_once_when_its_moment_has_come():
+def test_each_fault_is_due_once_after_its_time_commit_or_world():
     at_time, at_commit, at_world = (
         Fault("kill", at_s=5.0),
         Fault("leave", after_commits=10),
@@ -190,7 +190,7 @@ def test_a_fault_without_a_victim_stays_due():
     assert schedule.left() == []
 
 
-def test_drawn_faults_are_due_one_after_the_other():
+def test_drawn_faults_are_due_in_order_once():
     chance = Chance(10.0, seed=1)
     drawn = first(chance, 3)
     schedule = Schedule(Plan(chance=chance))
@@ -200,7 +200,7 @@ def test_drawn_faults_are_due_one_after_the_other():
     assert schedule.due(since_s=drawn[1].at_s, commits=0, generation=1) == []
 
 
-def test_of_the_drawn_ones_that_are_overdue_only_some_are_given_out_at_once():
+def test_number_of_overdue_drawn_faults_returned_at_once_is_limited():
     schedule = Schedule(Plan(chance=Chance(1e-9, seed=1)))
     for _ in range(2):
         assert len(schedule.due(since_s=1e6, commits=0, generation=1)) == DRAWN_PER_LOOK
@@ -245,13 +245,13 @@ def test_random_faults_spare_one_worker_with_the_state():
     assert chosen("random", members=(A,)) == [A]  # a plan with such a fault gets it
 
 
-def test_chance_slows_down_even_the_last_one():
+def test_drawn_slowdown_may_hit_the_last_worker():
     fault = Fault("slow", at_s=0.0, for_s=1.0, factor=2.0, drawn=True)
     dice = random.Random(1)
     assert choose(fault, members=[A], arrived=[A], suffering=[], spare=[], dice=dice) == [A]
 
 
-def test_the_plan_in_the_documentation_is_one():
+def test_plan_in_the_documentation_is_valid():
     page = (Path(__file__).parents[4] / "docs" / "chaos.md").read_text()
     plan = read_plan(page.partition("```toml\n")[2].partition("```")[0], "docs/chaos.md")
     assert len(plan.faults) == 4

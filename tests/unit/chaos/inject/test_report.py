@@ -100,7 +100,7 @@ def a_kill(told: Told) -> None:
     told.at_work(110.06, 3, 2, kind="recovery", ms=50)
 
 
-def test_a_kill_from_which_all_recover():
+def test_report_of_a_kill_and_its_recovery_has_times_steps_and_digests():
     told = Told()
     a_kill(told)
     told.commit(119.0, 3, 1, A, C)
@@ -121,7 +121,7 @@ def test_a_kill_from_which_all_recover():
     assert found.exit_code == 0
 
 
-def test_goodput_counts_the_time_whose_work_was_kept():
+def test_goodput_counts_only_time_whose_work_was_kept():
     told = Told()
     a_kill(told)
     told.commit(119.0, 3, 1, A, C)
@@ -159,7 +159,7 @@ def test_a_commit_that_a_member_held_and_that_is_undone_is_lost():
     assert found.exit_code == 1
 
 
-def test_the_commit_of_a_ready_worker_counts():
+def test_commit_of_a_ready_worker_is_counted_as_lost_when_undone():
     told = Told()
     told.commit(109.5, 2, 1, A, B)
     told.lost(110.0, C, 2, A, B)
@@ -169,7 +169,7 @@ def test_the_commit_of_a_ready_worker_counts():
     assert told.report().steps.lost == 1
 
 
-def test_a_commit_that_only_the_dead_held_is_not_lost_but_counted():
+def test_commit_held_only_by_the_dead_counts_as_gone_and_not_as_lost():
     told = Told()
     told.commit(105.0, 2, 1, A, B, C)
     told.commit(109.5, 2, 2, B)
@@ -259,7 +259,7 @@ def test_a_long_gap_without_a_fault_is_attributed_to_the_script():
     assert told.report().goodput.stalled_s == 0.0
 
 
-def test_a_cut_breaks_the_ring_of_the_same_workers():
+def test_cut_connection_recovers_with_the_same_workers():
     told = Told()
     told.fault(110.0, "cut", B)
     told.event(110.01, WorkerFailed(C, 2, "reset"), BreakWorld(2, [A, B, C], as_sentence("reset")))
@@ -271,7 +271,7 @@ def test_a_cut_breaks_the_ring_of_the_same_workers():
     assert fate.back_ms == pytest.approx(30.0)
 
 
-def test_a_second_fault_before_the_recovery_is_over():
+def test_second_fault_during_a_recovery_is_reported():
     told = Told()
     told.fault(110.0, "kill", B)
     told.lost(110.01, B, 2, A, C)
@@ -285,7 +285,7 @@ def test_a_second_fault_before_the_recovery_is_over():
     recorded("messages", outcomes)
 
 
-def test_a_kill_that_ends_the_job():
+def test_kill_that_ends_the_job_is_reported():
     told = Told()
     told.fault(110.0, "kill", B)
     told.event(110.01, WorkerExited(B, -9), EndJob(1, as_sentence("too few workers")))
@@ -303,7 +303,7 @@ def test_a_worker_that_exits_after_the_end_has_ended_normally():
     recorded("messages", fate.outcome)
 
 
-def test_a_job_that_never_trained_has_a_report_too():
+def test_job_that_never_trained_has_a_report():
     settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
     found = report(
         settings, [Entry(1.0, TimePassed(), [EndJob(1, as_sentence("no slots"))])], [], code=1
@@ -319,7 +319,7 @@ def shown(found) -> str:
     return text.getvalue()
 
 
-def test_where_no_training_was_seen_nothing_was_tested():
+def test_report_without_observed_training_fails():
     settings = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
     found = report(
         settings, [Entry(1.0, TimePassed(), [EndJob(0, as_sentence("the end"))])], [], code=0
@@ -338,7 +338,7 @@ def test_a_stopped_job_has_the_exit_code_of_its_process():
     recorded("messages", told.report(code=143).ended)
 
 
-def test_faults_of_the_plan_that_never_came_are_in_the_report():
+def test_faults_of_the_plan_that_did_not_occur_are_reported():
     told = Told()
     told.ends(101.0)
     ended = (told.settings, told.entries, told.injected)

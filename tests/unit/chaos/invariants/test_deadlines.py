@@ -34,7 +34,7 @@ from harness.golden import raises, recorded
 from harness.scripted_journal import ScriptedJournal, broken, gathering, started, training, world
 
 
-def test_the_job_ends():
+def test_job_must_end():
     told = training()
     with raises(BrokenInvariant):
         told.invariants.finish()
@@ -53,7 +53,7 @@ def test_a_killed_worker_exits_or_is_reported_as_immortal():
     killed().line(TimePassed(), immortal, after=29.0).line(TimePassed(), after=31.0)
 
 
-def test_a_lost_host_is_gone_unless_all_members_are_there():
+def test_lost_host_is_left_out_unless_all_members_are_ready():
     def ready_without_g(names: list[str]) -> ScriptedJournal:
         told = training(names=names).line(
             TimePassed(), KillWorker(worker("g:0"), as_sentence("it is stuck"))
@@ -76,7 +76,7 @@ def test_a_lost_host_is_gone_unless_all_members_are_there():
     told.line(ready("h:1", 2, (2, 5))).line(ready("h:0", 2, (2, 5)), both)
 
 
-def test_a_host_is_awaited_for_a_member_that_is_being_killed_too():
+def test_host_is_awaited_also_for_a_member_that_is_being_killed():
     """Its exit was not noticed yet, and no other worker is left: a newcomer there is not more lost than it is."""
     told = ScriptedJournal(np=2, workers_min=1).line(hosts(h=2), started("h:0"), started("h:1"))
     told.lines_of(connected("h:0"), connected("h:1"), ready("h:0", 0, running=False))
@@ -88,7 +88,7 @@ def test_a_host_is_awaited_for_a_member_that_is_being_killed_too():
     told.line(exited("h:1"), world(2, "h:0#2"))
 
 
-def test_a_worker_that_must_leave_or_loses_its_connection_exits_in_time():
+def test_worker_that_must_leave_or_loses_its_connection_must_exit_in_time():
     told = training().line(leaving("h:0"), LetGo(worker("h:0"), as_sentence("SIGTERM")))
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=31.0)
     told = training().line(raised("h:0", 2, (2, 4)), broken(2, "h:1", "h:2"))
@@ -99,7 +99,7 @@ def test_a_worker_that_must_leave_or_loses_its_connection_exits_in_time():
     told.line(WorkerReconnected(worker("h:0"), 2, True)).line(TimePassed(), after=2.5)
 
 
-def test_a_worker_that_quit_exits_in_time_if_others_wait_for_its_slot():
+def test_worker_that_quit_must_exit_in_time_when_its_peers_continue():
     training().line(has_quit("h:0", 2), broken(2, "h:1", "h:2")).line(exited("h:0", 0))
     told = training().line(has_quit("h:0", 2), broken(2, "h:1", "h:2"))
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=31.0)
@@ -107,13 +107,13 @@ def test_a_worker_that_quit_exits_in_time_if_others_wait_for_its_slot():
     told.line(TimePassed(), after=600.0)
 
 
-def test_a_started_worker_calls_init_in_time_once_another_one_waits():
+def test_started_worker_must_call_init_in_time_once_another_waits():
     told = ScriptedJournal().line(hosts(h=3), started("h:0"), started("h:1"))
     told.line(connected("h:0"), after=500.0).line(ready("h:0", 0, running=False))
     recorded("messages", told.breaks("EVERY WAIT ENDS", TimePassed(), after=121.0))
 
 
-def test_a_planned_change_ends_in_time():
+def test_planned_change_must_end_in_time():
     everybody = [worker("h:0"), worker("h:1"), worker("h:2")]
     told = training().line(
         leaving("h:2"), PrepareChange(2, 1, everybody, as_sentence("h:2 leaves"))
@@ -131,7 +131,7 @@ def test_a_planned_change_ends_in_time():
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=601.0)
 
 
-def test_a_gathering_and_the_end_of_a_job_end_in_time():
+def test_gathering_and_end_of_a_job_must_end_in_time():
     told = gathering().line(TimePassed(), Report("warning", "waiting for h:0#1"), after=5.0)
     told.breaks("EVERY WAIT ENDS", TimePassed(), after=1300.0)
     told = training().line(returned("h:0", 2))

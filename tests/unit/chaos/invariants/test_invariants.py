@@ -62,19 +62,19 @@ from harness.scripted_journal import (
 # ---- one generation ------------------------------------------------------------------------------------------------
 
 
-def test_a_recovery_keeps_every_invariant():
+def test_recovery_keeps_every_invariant():
     told = gathering()
     told.line(ready("h:0", 2, (2, 5)), world(3, "h:0", "h:1", holders=2, commit=(2, 5)))
     told.lines_of(resumed("h:0", 3), resumed("h:1", 3))
     assert told.end() == Summary(worlds=3, recoveries=1, commits_compared=0, samples_counted=0)
 
 
-def test_generations_have_no_gap():
+def test_generations_must_have_no_gap():
     told = gathering()
     told.breaks("ONE GENERATION", ready("h:0", 2, (2, 5)), world(4, "h:0", "h:1"))
 
 
-def test_no_worker_is_left_behind_in_the_old_world():
+def test_ready_member_may_not_be_left_in_the_old_world():
     told = training()
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
     told.line(ready("h:1", 2, (2, 5)))
@@ -101,7 +101,7 @@ def test_a_worker_that_is_not_ready_is_in_no_world():
     recorded("log", said)
 
 
-def test_orders_are_about_the_present_world_and_its_live_members():
+def test_break_of_a_world_must_name_the_present_generation_and_live_members():
     training().line(exited("h:2"), broken(2, "h:0", "h:1"))
     training().breaks("ONE GENERATION", exited("h:2"), broken(1, "h:0", "h:1"))
     said = training().breaks("ONE GENERATION", exited("h:2"), broken(2, "h:0", "h:1", "h:2"))
@@ -122,14 +122,14 @@ def quarantined() -> ScriptedJournal:
     return told
 
 
-def test_slot_when_it_is_quarantined_then_no_worker_starts_in_it():
+def test_slot_when_quarantined_then_no_worker_may_start():
     quarantined().breaks("QUARANTINED STAYS EMPTY", TimePassed(), started("h:2#2"))
     told = quarantined()
     answer = AnswerRequest(1, True, because(ReasonKind.DRAINS_NO_MORE, host="h"))
     told.line(DrainRequested(1, "h", True), answer, started("h:2#2"))
 
 
-def test_worker_when_none_has_reported_its_gradients_then_it_is_not_fenced_for_them():
+def test_worker_without_two_reports_of_its_gradients_may_not_be_fenced_as_miscomputed():
     why = because(ReasonKind.MISCOMPUTED, step=17, quarantine="slot")
     kill = KillWorker(worker("h:1"), why)
     training().breaks("QUARANTINED STAYS EMPTY", TimePassed(), kill)
@@ -139,7 +139,7 @@ def test_worker_when_none_has_reported_its_gradients_then_it_is_not_fenced_for_t
 # ---- commits -------------------------------------------------------------------------------------------------------
 
 
-def test_no_commit_is_from_an_older_world():
+def test_ready_worker_may_not_report_an_older_commit():
     """h:0 is outside the world that went on without it, and still commits."""
     told = training(workers_min=1)
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
@@ -164,7 +164,7 @@ def started_late() -> ScriptedJournal:
     return told.line(ready("h:1", 1, (1, 0)), world(2, "h:0", "h:1", holders=2, commit=(1, 0)))
 
 
-def test_a_world_begins_from_the_newest_commit_that_is_held():
+def test_world_must_begin_from_the_newest_held_commit():
     told = gathering()
     told.line(ready("h:0", 2, (2, 4)), world(3, "h:1", "h:0", holders=1, commit=(2, 5)))
 
@@ -175,7 +175,7 @@ def test_a_world_begins_from_the_newest_commit_that_is_held():
     recorded("log", said)
 
 
-def test_ranks_that_are_listed_as_holders_have_the_commit():
+def test_listed_holders_must_have_the_commit():
     told = gathering()
     told.breaks(
         "NEVER BACK", ready("h:0", 2, (2, 4)), world(3, "h:0", "h:1", holders=1, commit=(2, 5))
@@ -186,7 +186,7 @@ def test_ranks_that_are_listed_as_holders_have_the_commit():
     )
 
 
-def test_a_worker_that_stays_does_not_go_back():
+def test_staying_worker_may_not_return_to_an_older_commit():
     training().lines_of(digested("h:0", (2, 8)), ready("h:0", 2, (2, 8)))
     told = training().line(digested("h:0", (2, 8)))
     said = told.breaks("NEVER BACK", ready("h:0", 2, (2, 4)))
@@ -195,7 +195,7 @@ def test_a_worker_that_stays_does_not_go_back():
     recorded("log", said)
 
 
-def test_the_commits_of_one_worker_do_not_go_back():
+def test_commits_of_one_worker_may_not_decrease():
     told = training().lines_of(digested("h:0", (2, 7)), digested("h:0", (2, 8)))
     told.line(digested("h:0", (2, 8)))  # the samples of another epoch under the same commit
     told.line(digested("h:1", (2, 7)))
@@ -203,7 +203,7 @@ def test_the_commits_of_one_worker_do_not_go_back():
     recorded("log", said)
 
 
-def test_messages_of_a_lost_connection_may_be_overtaken_but_no_others():
+def test_messages_of_a_lost_connection_may_be_late_but_later_ones_may_not():
     told = gathering().lines_of(digested("h:1", (2, 5)), disconnected("h:1"))
     told.line(digested("h:1", (2, 3)))  # it was in progress
     told.line(WorkerReconnected(worker("h:1"), 2, True)).line(digested("h:1", (2, 4)))
@@ -212,7 +212,7 @@ def test_messages_of_a_lost_connection_may_be_overtaken_but_no_others():
     told.breaks("NEVER BACK", digested("h:1", (3, 2)))
 
 
-def test_the_last_messages_of_a_dead_worker_still_count():
+def test_last_messages_of_a_dead_worker_are_still_checked():
     told = training().line(digested("h:2", (2, 8)))
     told.line(exited("h:2"), broken(2, "h:0", "h:1")).line(digested("h:2", (2, 9)))
     told.breaks("NEVER BACK", digested("h:2", (2, 8)))
@@ -220,12 +220,12 @@ def test_the_last_messages_of_a_dead_worker_still_count():
     told.breaks("NO MIXING", digested("h:2", (3, 1)))
 
 
-def test_a_torn_state_is_no_commit():
+def test_discarded_commit_may_be_reported_as_missing():
     told = training().line(digested("h:0", (2, 8)))
     told.line(ready("h:0", 2, None))
 
 
-def test_training_does_not_restart_without_a_report():
+def test_training_may_not_restart_without_a_report():
     told = training(workers_min=1)
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
     told.line(exited("h:1"))
@@ -241,7 +241,7 @@ def told_to_stop(check: int) -> ScriptedJournal:
     return told.line(checked("h:2", 2, 4), StopMembersAt(2, 1, check, everybody))
 
 
-def test_all_stop_in_one_place():
+def test_members_of_a_planned_change_must_stop_at_the_same_commit():
     told = told_to_stop(6).lines_of(ready("h:0", 2, (2, 6)), ready("h:1", 2, (2, 6)))
     after = world(3, "h:0", "h:1", holders=2, commit=(2, 6))
     told.line(ready("h:2", 2, (2, 6)), LetGo(worker("h:2"), as_sentence("SIGTERM")), after)
@@ -261,7 +261,7 @@ def test_all_stop_in_one_place():
     recorded("log", said)
 
 
-def test_worker_of_its_own_pace_stops_with_an_older_commit_and_not_with_a_newer_one():
+def test_worker_of_its_own_pace_may_stop_with_an_older_commit_but_not_a_newer_one():
     def stopped(slot: str, number: int) -> Event:
         return msgspec.structs.replace(ready(slot, 2, (2, number)), own_pace=True)
 
@@ -271,19 +271,19 @@ def test_worker_of_its_own_pace_stops_with_an_older_commit_and_not_with_a_newer_
     told.line(stopped("h:2", 4), LetGo(worker("h:2"), as_sentence("SIGTERM")), after)
 
 
-def test_a_worker_without_a_connection_may_not_know_where_to_stop():
+def test_disconnected_worker_may_stop_at_another_commit():
     told = told_to_stop(6).line(disconnected("h:1"))
     told.line(WorkerReconnected(worker("h:1"), 2, True)).line(ready("h:1", 2, (2, 5)))
 
 
-def test_equal_commits_are_equal_parameters():
+def test_equal_commits_must_have_equal_parameters():
     told = training()
     told.lines_of(digested("h:0", (2, 3)), digested("h:1", (2, 3)), digested("h:1", (2, 4), 0xB))
     said = told.breaks("EQUAL DIGESTS", digested("h:2", (2, 3), 0xC))
     recorded("log", said)
 
 
-def test_a_world_begins_with_the_bits_that_were_committed():
+def test_world_must_begin_with_the_committed_bits():
     told = gathering().line(digested("h:1", (2, 5)))
     told.line(ready("h:0", 2, (2, 5)), world(3, "h:0", "h:1", holders=2, commit=(2, 5)))
     told.line(digested("h:0", (3, 0)))
@@ -294,7 +294,7 @@ def test_a_world_begins_with_the_bits_that_were_committed():
 # ---- sizes, messages, ranks ----------------------------------------------------------------------------------------
 
 
-def test_a_world_may_be_too_large_only_while_a_worker_leaves():
+def test_world_may_exceed_its_size_only_while_a_worker_leaves():
     def two_are_ready_for_one_place() -> ScriptedJournal:
         told = ScriptedJournal(np=1, workers_min=1, standbys=1)
         told.line(hosts(h=1, g=1), started("h:0"), started("g:0"))
@@ -307,13 +307,13 @@ def test_a_world_may_be_too_large_only_while_a_worker_leaves():
     told.line(ready("h:0", 0, running=False), world(1, "h:0", "g:0"))
 
 
-def test_no_more_are_started_than_the_largest_world_and_the_standbys():
+def test_started_workers_must_not_exceed_the_maximum_and_the_standbys():
     told = ScriptedJournal(np=1, workers_min=1, standbys=1)
     said = told.breaks("SIZE", hosts(h=3), started("h:0"), started("h:1"), started("h:2"))
     recorded("log", said)
 
 
-def test_a_worker_started_in_place_of_an_ended_one_counts():
+def test_replacement_of_an_ended_worker_counts_towards_the_size():
     """Only those present at its notice do not: they leave, and others take their places."""
     told = ScriptedJournal(np=1, workers_min=1).line(hosts(h=2, g=2), started("h:0"))
     told.line(HostLeaving("h", Notice("it goes", 5.0)), started("g:0"))
@@ -334,7 +334,7 @@ def test_a_worker_that_waits_in_elastic_run_gets_a_free_place():
     recorded("log", said)
 
 
-def test_a_world_may_leave_out_workers_without_a_sign_of_life():
+def test_world_may_leave_out_unresponsive_workers():
     told = training(workers_min=1)
     told.line(exited("h:2"), broken(2, "h:0", "h:1"), started("h:2#2"))
     told.lines_of(connected("h:2#2"), ready("h:2#2", 0))
@@ -342,7 +342,7 @@ def test_a_world_may_leave_out_workers_without_a_sign_of_life():
     told.line(ready("h:1", 2, (2, 5)), world(3, "h:0", "h:1", holders=2, commit=(2, 5)))
 
 
-def test_a_long_gathering_reports_its_reason():
+def test_long_gathering_must_report_its_reason():
     told = gathering()
     told.line(TimePassed(), Report("warning", "waiting for h:0#1"), after=5.0)
     told.line(TimePassed(), after=20.0)
@@ -350,13 +350,13 @@ def test_a_long_gathering_reports_its_reason():
     recorded("messages", told.breaks("SIZE", TimePassed(), after=25.0))
 
 
-def test_a_worker_reports_only_worlds_that_it_was_in():
+def test_worker_may_report_only_worlds_that_included_the_worker():
     said = training().breaks("NO MIXING", resumed("h:0", 3))
     recorded("log", said)
     assert "after 2" in training().breaks("NO MIXING", returned("h:0", 1))
 
 
-def test_after_it_spoke_of_a_world_nothing_is_from_before_it_had_any():
+def test_report_without_a_world_may_not_follow_a_report_of_a_world():
     """Messages of one connection are in order, but those of a lost one may be late."""
     told = training().lines_of(disconnected("h:1"))
     told.line(WorkerReconnected(worker("h:1"), 2, True))
@@ -364,18 +364,18 @@ def test_after_it_spoke_of_a_world_nothing_is_from_before_it_had_any():
     recorded("log", said)
 
 
-def test_a_world_resumes_once():
+def test_worker_may_resume_in_a_world_only_once():
     assert "twice" in training().breaks("NO MIXING", resumed("h:1", 2))
     told = training().lines_of(disconnected("h:1"))
     told.line(WorkerReconnected(worker("h:1"), 2, True)).line(resumed("h:1", 2))
 
 
-def test_a_commit_is_not_of_a_world_to_come():
+def test_commit_may_not_belong_to_a_future_world():
     ahead = WorkerDigested(worker("h:0"), 2, Commit(3, 0), 0xA)
     training().breaks("NO MIXING", ahead)
 
 
-def test_a_commit_is_of_a_world_that_its_worker_was_in():
+def test_commit_must_belong_to_a_world_of_its_worker():
     told = training(workers_min=1).line(exited("h:2"), broken(2, "h:0", "h:1"))
     told.line(TimePassed(), started("h:2#2"))
     told.lines_of(connected("h:2#2"), ready("h:2#2", 0), ready("h:1", 2, (2, 5)))
@@ -387,14 +387,14 @@ def test_a_commit_is_of_a_world_that_its_worker_was_in():
     training().breaks("NO MIXING", digested("h:1", (0, 3)))
 
 
-def test_no_messages_come_from_workers_that_were_never_started():
+def test_messages_of_workers_that_were_never_started_are_violations():
     for name in ("h:7", "h:2#2", "elsewhere:0"):
         said = training().breaks("ONE PER SLOT", digested(name, (2, 3)))
         recorded("log", said, worker(name))
     training().breaks("ONE PER SLOT", exited("h:7"))
 
 
-def test_old_members_keep_their_order_and_newcomers_are_last():
+def test_old_members_must_keep_their_order_before_newcomers():
     def ready_for_a_world() -> ScriptedJournal:
         told = training().line(exited("h:1"), broken(2, "h:0", "h:2"))
         told.line(TimePassed(), started("h:1#2"))
@@ -412,7 +412,7 @@ def test_old_members_keep_their_order_and_newcomers_are_last():
     recorded("log", said)
 
 
-def test_the_job_does_not_end_for_want_of_rank_0():
+def test_job_may_not_end_when_another_rank_holds_a_commit():
     lost = because(ReasonKind.ALL_LOST)
     told = training().line(exited("h:0"), broken(2, "h:1", "h:2"))
     assert "h:1#1 holds g2c0" in told.breaks("RANK 0 IS NO OTHER", TimePassed(), EndJob(1, lost))
@@ -423,7 +423,7 @@ def test_the_job_does_not_end_for_want_of_rank_0():
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 
-def test_a_slot_has_one_worker_at_a_time():
+def test_slot_has_one_worker_at_a_time():
     training().line(exited("h:2"), started("h:2#2"))
     said = training().breaks("ONE PER SLOT", TimePassed(), started("h:2#2"))
     recorded("log", said)
@@ -432,7 +432,7 @@ def test_a_slot_has_one_worker_at_a_time():
     training().breaks("ONE PER SLOT", HostLost("h", "no word from it"), started("h:2#2"))
 
 
-def test_a_fenced_or_released_worker_is_in_no_later_world():
+def test_fenced_or_released_worker_may_not_be_in_a_later_world():
     def gone(action: Action) -> ScriptedJournal:
         told = training().line(TimePassed(), action)
         told.line(exited("h:2"), broken(2, "h:0", "h:1"))
@@ -449,7 +449,7 @@ def test_a_fenced_or_released_worker_is_in_no_later_world():
     gone(Report("info", "nothing")).breaks("FENCED STAYS OUT", TimePassed(), dead)
 
 
-def test_nothing_follows_the_end():
+def test_no_start_or_welcome_may_follow_the_end():
     told = training().line(TimePassed(), EndJob(1, as_sentence("enough")))
     told.line(exited("h:0"), LetGo(worker("h:1"), as_sentence("the job has ended")))
     said = told.breaks("THE END", exited("h:1"), started("h:1#2"))
@@ -458,7 +458,7 @@ def test_nothing_follows_the_end():
     training().breaks("THE END", TimePassed(), EndJob(1, as_sentence("enough")), welcome)
 
 
-def test_success_is_what_returned():
+def test_success_requires_the_return_of_all_members():
     training().all_return()
 
     told = training().lines_of(returned("h:0", 2), returned("h:1", 2))
@@ -496,13 +496,13 @@ def all_but_the_last_have_returned() -> ScriptedJournal:
         EndJob(1, as_sentence("lost h:2#1")),
     ],
 )
-def test_code_and_reason_agree_with_the_returns(end):
+def test_exit_code_and_reason_must_match_the_returns(end):
     told = all_but_the_last_have_returned()
     last = (released("h:0", "h:1", "h:2"), end)
     recorded("messages", told.breaks("THE END", returned("h:2", 2), *last))
 
 
-def test_the_code_of_a_failure_is_that_of_the_exit():
+def test_exit_code_of_a_failure_must_match_the_exit():
     training().line(exited("h:0", 3), EndJob(3, as_sentence("it ended with exit code 3")))
     training().line(exited("h:0", -9), EndJob(137, as_sentence("it ended with signal 9")))
     training().line(exited("h:0", 3), EndJob(1, as_sentence("--reset-limit 0 is reached")))
@@ -518,7 +518,7 @@ def outside_elastic_run() -> ScriptedJournal:
     return told.line(ready("h:1", 0, running=False), world(1, "h:0", "h:1"))
 
 
-def test_programs_end_one_by_one():
+def test_job_of_programs_may_end_only_after_all_have_exited_with_0():
     told = outside_elastic_run().line(exited("h:0", 0))
     told.line(exited("h:1", 0), EndJob(0, because(ReasonKind.ALL_EXITED, workers=2)))
 
@@ -534,7 +534,7 @@ def test_programs_end_one_by_one():
         told.breaks("THE END", exited("h:1", code), end)
 
 
-def test_time_does_not_go_back_with_another_driver():
+def test_time_may_not_decrease_with_another_driver():
     training().breaks("TIME", TimePassed(), after=-0.02)
     training().breaks("TIME", DriverRestarted(), after=-0.02)
 
@@ -542,7 +542,7 @@ def test_time_does_not_go_back_with_another_driver():
 # ---- a journal -----------------------------------------------------------------------------------------------------
 
 
-def test_a_journal_is_checked_line_by_line(tmp_path):
+def test_journal_is_checked_line_by_line(tmp_path):
     told = gathering()
     told.line(ready("h:0", 2, (2, 5)), world(3, "h:0", "h:1", holders=2, commit=(2, 5)))
     told.end(1, "enough")
@@ -554,7 +554,7 @@ def test_a_journal_is_checked_line_by_line(tmp_path):
         check_journal(written(told, tmp_path / "bad"))
 
 
-def test_a_driver_that_raised_broke_something(tmp_path):
+def test_journal_of_a_driver_that_raised_breaks_an_invariant(tmp_path):
     told = training()
     path = written(told, tmp_path / "raised", error="AssertionError: too late")
     with raises(BrokenInvariant):

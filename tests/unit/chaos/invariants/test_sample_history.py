@@ -12,7 +12,7 @@ from harness.golden import raises
 from harness.scripted_journal import ScriptedJournal, broken, digested, training, world
 
 
-def test_each_sample_of_the_committed_history_counts_once():
+def test_samples_of_the_committed_history_are_counted_once():
     """Ten samples: three workers train six, the third dies, two train the rest."""
     told = training(samples=10)
     told.lines_of(
@@ -33,7 +33,7 @@ def one_epoch(*reports: tuple[str, tuple[int, int], list[int]], size: int = 2) -
     return told.lines_of(*(digested(name, c, samples=each) for name, c, each in reports))
 
 
-def test_the_last_round_may_be_filled_with_repeats():
+def test_last_round_may_contain_repeats():
     told = one_epoch(("h:0", (2, 1), [0, 2]), ("h:1", (2, 1), [1, 3]))
     told.lines_of(digested("h:0", (2, 2), samples=[4]), digested("h:1", (2, 2), samples=[0]))
     told.end()
@@ -52,7 +52,7 @@ def test_the_last_round_may_be_filled_with_repeats():
         ),
     ],
 )
-def test_a_sample_that_is_missing_or_counts_too_often_is_found(reports, what):
+def test_missing_or_repeated_sample_is_found(reports, what):
     told = one_epoch(*reports)
     with pytest.raises(BrokenInvariant, match=f"EACH SAMPLE ONCE: {what}"):
         told.end()
@@ -66,7 +66,7 @@ def a_world_of_two_after_three_samples(samples: int) -> ScriptedJournal:
     return told.line(ready("h:0", 2, (2, 1)), world(3, "h:0", "h:1", holders=2, commit=(2, 1)))
 
 
-def test_a_cursor_that_is_one_off_is_found():
+def test_sample_cursor_off_by_one_is_found():
     """Three were done, and the next world begins at the third again."""
     told = a_world_of_two_after_three_samples(6)
     told.lines_of(digested("h:0", (3, 1), samples=[2]), digested("h:1", (3, 1), samples=[3]))
@@ -75,14 +75,14 @@ def test_a_cursor_that_is_one_off_is_found():
         told.end()
 
 
-def test_a_last_round_has_no_more_repeats_than_it_needs():
+def test_unnecessary_repeat_in_the_last_round_is_found():
     told = a_world_of_two_after_three_samples(5)
     told.lines_of(digested("h:0", (3, 1), samples=[3]), digested("h:1", (3, 1), samples=[4, 0]))
     with raises(BrokenInvariant):
         told.end()
 
 
-def test_the_last_report_of_a_dead_worker_is_lost():
+def test_missing_last_report_of_a_dead_worker_is_accepted():
     told = training(samples=6)
     told.lines_of(digested("h:0", (2, 1), samples=[0, 3]), digested("h:1", (2, 1), samples=[1, 4]))
     told.line(exited("h:2"), broken(2, "h:0", "h:1"))
@@ -91,7 +91,7 @@ def test_the_last_report_of_a_dead_worker_is_lost():
     told.end()
 
 
-def test_the_same_samples_count_again_in_the_next_epoch():
+def test_samples_are_counted_again_in_the_next_epoch():
     told = training(2, samples=2)
     for epoch in range(3):
         told.lines_of(
@@ -101,7 +101,7 @@ def test_the_same_samples_count_again_in_the_next_epoch():
     assert told.end().samples_counted == 6
 
 
-def test_one_commit_may_end_an_epoch_and_begin_another():
+def test_commit_may_end_an_epoch_and_begin_the_next():
     told = training(2, samples=2)
     for name, sample in (("h:0", 0), ("h:1", 1)):
         told.line(digested(name, (2, 1), samples=[sample]))
@@ -122,7 +122,7 @@ def test_a_resume_from_a_checkpoint_undoes_the_starts_of_later_worlds():
     assert history.counted == 4
 
 
-def test_a_checkpoint_that_nobody_reported_before_the_restart_keeps_its_samples():
+def test_checkpoint_unreported_before_the_restart_keeps_its_samples():
     """Its writer died between the manifest and the report; a world that fails while it loads follows."""
     history, worker, known = SampleHistory(3), Worker("h", 0), Commit(2, 1)
     assert history.began(2, 1, None, back_to=0) == ""

@@ -112,7 +112,7 @@ def test_recovery_to_an_older_sealed_commit_breaks_sealed_is_kept(recorded):
     assert kind_of(recorded, resumed_in(3, restored=older)) == "SEALED IS KEPT"
 
 
-def test_check_command_fails_for_a_tampered_journal_and_not_for_the_recorded_one(tmp_path):
+def test_check_command_fails_only_for_a_tampered_journal(tmp_path):
     journal = unpacked(SHARDED, tmp_path)
     header, lines = lines_of(journal)
     sealed = sealed_before([line for line in lines if isinstance(line, Entry)], 2)
@@ -139,7 +139,7 @@ def test_end_for_lost_shards_that_are_held_breaks_sealed_is_kept(recorded):
     assert kind_of(recorded, lost) == "SEALED IS KEPT"
 
 
-def test_shard_held_by_no_worker_and_taken_as_whole_breaks_every_shard_held(recorded):
+def test_shard_held_by_no_worker_in_a_restored_world_breaks_every_shard_held(recorded):
     without = ready_after(
         2, lambda each: msgspec.structs.replace(each, copies=tuple({*each.copies} - {0}))
     )
@@ -163,7 +163,7 @@ def test_seal_of_a_commit_that_a_member_has_not_copied_breaks_sealed_is_mirrored
     assert kind_of(recorded, gone) == "SEALED IS MIRRORED"
 
 
-def test_seal_known_only_to_a_lost_worker_counts(recorded):
+def test_seal_reported_only_by_a_lost_worker_is_checked(recorded):
     settings, entries = recorded
     sealed = sealed_before(entries, 2)
     newer = Commit(sealed.generation, sealed.number + 1)

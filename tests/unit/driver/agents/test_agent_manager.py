@@ -224,7 +224,7 @@ async def test_returning_agent_reports_the_fate_of_its_workers(driver, patch):
 
 
 @conversation()
-async def test_agent_that_stays_away_is_a_lost_host(driver, patch):
+async def test_agent_that_does_not_return_is_a_lost_host(driver, patch):
     patch.setattr(agent_pool, "RETURN_S", 0.02)
     driver.start(A)
     agent = await Agent(driver, "here").register()
@@ -306,7 +306,7 @@ class Broken:
 
 
 @conversation(starter=Broken())
-async def test_workers_whose_agent_cannot_be_started_end_with_the_reason(driver, patch):
+async def test_workers_of_an_agent_that_cannot_start_exit_with_the_reason(driver, patch):
     driver.start(A)
     exited = await driver.next()
     assert (exited.worker, exited.code) == (A, 126)
@@ -367,7 +367,7 @@ async def test_just_started_agent_is_awaited_and_dismissed(driver, patch):
 
 
 @conversation()
-async def test_agent_started_by_a_driver_reports_that_it_ends_with_the_job(driver, patch):
+async def test_agent_of_a_driver_disconnects_and_exits_when_the_driver_closes(driver, patch):
     patch.setattr(fleet_module, "CLOSE_S", DEADLINE_S)
 
     async def find():
@@ -386,7 +386,7 @@ replaced: list[bool] = []
 
 
 @conversation(deposed=lambda: bool(replaced))
-async def test_replaced_driver_sends_nothing(driver, patch):
+async def test_replaced_driver_sends_no_message_to_agents(driver, patch):
     patch.setattr(fleet_module, "CLOSE_S", DEADLINE_S)  # it waits for no agent either
     driver.start(A)
     agent = await Agent(driver, "here").register()
@@ -428,7 +428,7 @@ async def test_slow_start_is_only_given_up_by_the_starter(monkeypatch):
 
 
 @conversation()
-async def test_return_values_may_be_large_on_all_workers_at_once(driver, patch):
+async def test_large_return_values_of_all_workers_arrive_at_once(driver, patch):
     """More than may otherwise be queued for a driver that does not read, before its turn."""
     patch.setattr(connection, "BACKLOG_LIMIT", 1 << 20)
     workers = [Worker("here", slot) for slot in range(3)]

@@ -172,7 +172,7 @@ def test_returning_agent_reports_the_fate_of_its_workers():
     assert talk.pool.next_deadline() is None
 
 
-def test_agent_that_stays_away_is_a_lost_host_and_a_new_one_reports_its_orders():
+def test_agent_that_does_not_return_is_a_lost_host_and_its_successor_reports_pending_orders():
     talk = Talk()
     talk.here(FIRST)
     talk.hear(StartOrdered(order(A)), AgentDisconnected(FIRST, False))
@@ -186,7 +186,7 @@ def test_agent_that_stays_away_is_a_lost_host_and_a_new_one_reports_its_orders()
     assert talk.pool.alive() == set()
 
 
-def test_host_that_acknowledges_nothing_is_lost_at_once():
+def test_host_that_acknowledges_no_message_is_lost_at_once():
     talk = Talk()
     talk.here(FIRST, A)
     talk.hear(AgentDisconnected(FIRST, True))
@@ -263,7 +263,7 @@ def test_agent_given_up_by_the_driver_is_lost_at_once_and_may_return():
     assert reports[0].event.host == "here"
 
 
-def test_driver_is_cut_off_and_no_host_lost_if_none_is_reachable():
+def test_driver_is_cut_off_and_no_host_is_lost_when_all_are_unreachable():
     talk = Talk()
     talk.here(FIRST, A)
     talk.here(THERE, B)
@@ -278,7 +278,7 @@ def test_driver_is_cut_off_and_no_host_lost_if_none_is_reachable():
     assert talk.now == pytest.approx(100.0 + TOGETHER_S + 30.0 + ATTACH.lease_s + RETURN_S)
 
 
-def test_driver_that_stays_cut_off_loses_all_hosts():
+def test_driver_that_remains_cut_off_loses_all_hosts():
     talk = Talk()
     talk.here(FIRST, A)
     talk.here(THERE, B)
@@ -314,7 +314,7 @@ def test_every_agent_is_dismissed_and_awaited_at_the_end():
     assert talk.here(AgentId("late", 1)) == [sent_to(AgentId("late", 1), goodbye)]
 
 
-def test_agent_that_ends_with_the_job_is_awaited_until_it_disconnects():
+def test_agent_bound_to_the_job_is_awaited_until_disconnected():
     """Its last messages may be in flight when the driver disconnects, and then it would never read its dismissal."""
     talk = Talk()
     talk.here(FIRST, A, ends=True)
@@ -340,7 +340,7 @@ def test_started_agent_that_outlives_its_starter_is_awaited_to_be_dismissed():
     assert not talk.pool.awaits_agents()
 
 
-def test_agent_that_does_not_connect_is_awaited_briefly_if_it_outlives_the_driver():
+def test_agent_that_does_not_connect_is_awaited_briefly_when_detached_from_the_driver():
     talk = ended_as_it_started(outlives=True)
     assert talk.deadline() == [] and talk.now == 100.0 + CALL_S
     assert not talk.pool.awaits_agents() and talk.pool.next_deadline() is None
@@ -414,7 +414,7 @@ def test_agent_is_dismissed_from_an_unlisted_host():
     assert talk.hear(StartOrdered(order(A2))) == [StartAgent("here")]
 
 
-def test_agents_that_connect_by_themselves_stay_on_unlisted_hosts():
+def test_self_connecting_agents_stay_on_unlisted_hosts():
     talk = Talk()
     talk.hear(HostsChanged({"here": 1}))
     talk.here(FIRST)
@@ -424,7 +424,7 @@ def test_agents_that_connect_by_themselves_stay_on_unlisted_hosts():
 # ---- deadlines -----------------------------------------------------------------------------------------------------
 
 
-def test_earliest_deadline_comes_first_and_once():
+def test_earliest_deadline_is_popped_first_and_once():
     table = PoolDeadlines()
     assert table.first() is None and table.pop(1e9) is None
     table.put("b", DeadlineKind.ARRIVAL, 5.0)
@@ -438,7 +438,7 @@ def test_earliest_deadline_comes_first_and_once():
     assert table.first() is None and ("b", DeadlineKind.ARRIVAL) not in table
 
 
-def test_deadline_that_was_put_off_comes_at_its_new_time_and_once():
+def test_postponed_deadline_expires_once_at_its_new_time():
     table = PoolDeadlines()
     table.put("a", DeadlineKind.ARRIVAL, 1.0)
     table.put("a", DeadlineKind.ARRIVAL, 4.0)
@@ -469,7 +469,7 @@ def comparisons_until_all_reconnect(hosts: int) -> int:
     return compared
 
 
-def test_reconnection_of_all_hosts_compares_each_deadline_with_few_others():
+def test_reconnection_of_all_hosts_needs_few_comparisons_per_deadline():
     assert comparisons_until_all_reconnect(256) <= 256 * 16
 
 
@@ -494,7 +494,7 @@ def of_engine() -> tuple[AgentPool, AgentId, AgentId]:
     return pool, *agents
 
 
-def test_hosts_of_an_engine_are_those_with_agents():
+def test_hosts_of_an_engine_are_the_hosts_with_agents():
     pool, first, _ = of_engine()
     again = Registered(1, "10.0.0.1", [], [], [], "job", ends=True)
     assert lists(pool.handle(AgentDisconnected(first, False), 2.0)) == []
@@ -515,7 +515,7 @@ def test_agent_of_an_engine_is_dismissed_once_its_host_has_left_the_list():
     assert lists(actions) == [{"h2": 1}]
 
 
-def test_agents_that_connect_by_themselves_make_no_list():
+def test_self_connecting_agents_do_not_change_the_host_list():
     pool = AgentPool(Attach("job", 1, 2.0, 30.0))
     agent = AgentId("h1", 1)
     pool.handle(AgentConnected(agent), 1.0)

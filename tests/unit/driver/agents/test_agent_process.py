@@ -62,7 +62,7 @@ def test_agent_that_outlives_its_starter_detaches_after_the_starter_has_received
     assert story_of(monkeypatch, hears) == ["waits", "leaves"]
 
 
-def test_agent_whose_starters_host_is_gone_detaches_after_a_time_limit(monkeypatch):
+def test_agent_without_a_response_of_its_starter_detaches_after_a_time_limit(monkeypatch):
     monkeypatch.setattr(agent_process, "FIND_S", 0.0)
     assert story_of(monkeypatch, lambda starter: []) == ["leaves"]
 

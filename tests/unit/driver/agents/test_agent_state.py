@@ -52,7 +52,7 @@ def test_terms_start_again_with_each_job_without_etcd(state):
     assert state.term == 1
 
 
-def test_earlier_driver_is_rejected_without_a_current_one_too(state):
+def test_earlier_driver_is_rejected_by_an_agent_without_a_driver(state):
     state.attached(attach(term=3))
     state.release()
     recorded("messages", state.attached(attach(term=2)).refused)
@@ -82,7 +82,7 @@ def test_agent_waits_for_a_driver_as_long_as_configured(state):
     assert not state.attached(attach(term=2)).refused, "its workers are gone, and not the job"
 
 
-def test_agent_without_a_job_waits_for_nothing():
+def test_agent_without_a_job_has_no_deadline():
     state = AgentState()
     state.lost(now=10.0)
     assert state.away_by is None and not state.given_up(now=1e9)
@@ -106,7 +106,7 @@ def test_worker_is_started_once(state):
     assert state.may_start(A.next())
 
 
-def test_ended_job_starts_nothing(state):
+def test_ended_job_starts_no_worker(state):
     state.detached()
     assert not state.may_start(A)
     recorded("messages", state.attached(attach(term=2)).refused)

@@ -26,6 +26,6 @@ def test_insufficient_limit_is_reported_before_the_start():
         limit_for(3000, 1024, 2048)
 
 
-def test_hosts_that_connect_by_themselves_are_not_counted():
+def test_self_connecting_hosts_do_not_count_for_the_limit():
     assert limit_for(None, 1024, 1_000_000) == SPARE + UNKNOWN
     assert limit_for(None, 1024, 4096) == 4096

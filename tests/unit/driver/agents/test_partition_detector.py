@@ -12,14 +12,14 @@ def reached(*hosts: str) -> PartitionDetector:
     return found
 
 
-def test_host_is_lost_while_others_are_reachable():
+def test_host_is_lost_while_another_is_reachable():
     reach = reached("a", "b", "c")
     reach.away("a")
     assert reach.overdue("a")
     assert not reach.cut_off
 
 
-def test_no_host_is_lost_while_none_is_reachable():
+def test_no_host_is_lost_while_all_are_unreachable():
     reach = reached("a", "b")
     for host in "ab":
         reach.away(host)
@@ -27,7 +27,7 @@ def test_no_host_is_lost_while_none_is_reachable():
     assert reach.cut_off
 
 
-def test_all_hosts_get_their_time_once_one_is_reachable_again():
+def test_each_host_gets_its_time_again_once_one_is_reachable():
     reach = reached("a", "b", "c")
     for host in "abc":
         reach.away(host)
@@ -47,7 +47,7 @@ def test_host_that_never_connected_does_not_matter():
     assert reach.overdue("never") and reach.overdue("a")
 
 
-def test_all_hosts_are_lost_after_the_time_limit():
+def test_all_hosts_are_lost_when_the_driver_gives_up():
     reach = reached("a", "b")
     for host in "ab":
         reach.away(host)

@@ -88,7 +88,7 @@ class Both:
         return await asyncio.wait_for(self.seen.get(), DEADLINE_S)
 
 
-async def test_messages_go_both_ways_and_a_lost_connection_is_replaced(paths):
+async def test_messages_are_sent_both_ways_and_a_lost_connection_is_replaced(paths):
     async with Both(paths, paths) as both:
         for _ in range(2):
             assert await both.next() == "opened"
@@ -102,7 +102,7 @@ async def test_messages_go_both_ways_and_a_lost_connection_is_replaced(paths):
             assert not both.uplink.send(Here())
 
 
-async def test_dropped_connection_delivers_nothing_more(paths):
+async def test_dropped_connection_delivers_no_further_message(paths):
     async with Both(paths, paths) as both:
         assert await both.next() == "opened"
         both.uplink.drop("another driver leads")
@@ -113,7 +113,7 @@ async def test_dropped_connection_delivers_nothing_more(paths):
 
 @needs_openssl
 @pytest.mark.parametrize("tls_at", ["driver", "agent"])
-async def test_tls_at_one_end_only_is_no_connection(files, monkeypatch, tls_at):
+async def test_tls_at_one_end_only_opens_no_connection(files, monkeypatch, tls_at):
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.05)
     sides = (files, None) if tls_at == "driver" else (None, files)
     async with Both(*sides) as both:

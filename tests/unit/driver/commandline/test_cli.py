@@ -81,7 +81,7 @@ def warnings(of: Job) -> list[str]:
         ("-np 4", ""),
     ],
 )
-def test_program_starts_at_the_first_word_that_is_not_a_flag(line, command):
+def test_program_starts_at_the_first_argument_that_is_not_a_flag(line, command):
     options = parse(line.split())
     assert options.command == command.split()
     assert options.num_proc == 4
@@ -212,7 +212,9 @@ def test_misspelt_command_is_not_run_as_a_program(words, capsys):
         ("-np 2", "own_flags.py --journal x --report r --summary", ["warning"]),
     ],
 )
-def test_flag_when_it_follows_the_program_then_a_line_names_it(line, command, levels, folder):
+def test_flag_when_placed_after_the_program_then_a_note_names_the_flag(
+    line, command, levels, folder
+):
     parser = "import argparse\np.add_argument('--journal')\np.add_argument('--report-to')\n"
     (folder / "own_flags.py").write_text(parser)
     plain = job(line, "sleep 1").notes
@@ -232,7 +234,7 @@ def test_flag_when_it_follows_the_program_then_a_line_names_it(line, command, le
         ("-np 2 -H localhost:4", 0),
     ],
 )
-def test_workers_when_more_start_than_np_then_a_line_says_so(line, count):
+def test_workers_when_more_start_than_np_then_a_note_explains_the_number(line, count):
     notes = [text for level, text in job(line).notes if level == "info"]
     assert len(notes) == 1 + count  # one is about threads
     recorded("log", notes)
@@ -264,7 +266,7 @@ def test_mistake_in_a_flag_when_the_program_is_missing_too_then_the_flag_is_name
     assert sorted(folder.rglob("*")) == before
 
 
-def test_fresh_when_resume_is_given_too_then_a_line_tells_which_applies():
+def test_fresh_when_resume_is_also_given_then_a_note_names_the_effective_flag():
     resumed = job("-np 1 --journal j --resume").notes
     both = job("-np 1 --journal j --resume --fresh").notes
     [(level, text)] = [each for each in both if each not in resumed]
@@ -308,7 +310,7 @@ def test_unknown_flags_and_missing_values_are_rejected(words):
         ("docs --hlp", "--help"),
     ],
 )
-def test_every_command_suggests_the_flag_closest_to_an_unknown_one(capsys, line, near):
+def test_each_command_suggests_the_flag_closest_to_an_unknown_one(capsys, line, near):
     assert cli.main(line.split()) == 2
     assert f" {near}?" in capsys.readouterr().err
 
@@ -563,7 +565,7 @@ def test_flag_overrides_the_inherited_variable(folder):
     assert (made["TIMELINE"], made["TIMELINE_MARK_CYCLES"]) == (f"{folder}/here.json", "0")
 
 
-def test_timeline_started_by_the_script_is_left_to_it():
+def test_dynamic_timeline_is_started_by_the_script():
     made = job("-np 2", HOROVOD_TIMELINE="DYNAMIC")
     assert made.settings.timeline is None
     assert "HOROVOD_TIMELINE" not in made.settings.env
@@ -660,7 +662,7 @@ def test_users_collective_timeout_takes_precedence():
         assert error.startswith(wanted)
 
 
-def test_static_job_has_the_same_limits_as_an_elastic_one():
+def test_static_job_has_the_same_limits_as_an_elastic_job():
     """Rank 0 may validate or save for longer than connecting takes: Horovod has no timeout there."""
     assert collective_timeout_s(job("-np 2")) == 660
     assert job("-np 2").settings.env["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "30"  # to connect

@@ -12,7 +12,7 @@ from elastic.driver.commandline.__main__ import main
 
 
 @pytest.mark.parametrize("module", ["cli", "options.flags"])
-def test_ctrl_c_when_it_arrives_during_imports_then_no_traceback_is_printed(monkeypatch, module):
+def test_ctrl_c_when_received_during_imports_then_no_traceback_is_printed(monkeypatch, module):
     name = f"elastic.driver.commandline.{module}"
 
     class Interrupted(MetaPathFinder):

@@ -256,7 +256,7 @@ def discovery(request, tmp_path) -> Discovery:
     return ScriptDiscovery(script(tmp_path, "echo a:2; echo b"), log)
 
 
-async def test_current_list_comes_first_and_belongs_to_the_caller(discovery):
+async def test_current_list_is_yielded_first_and_owned_by_the_caller(discovery):
     lists: AsyncIterator[dict[str, int]] = discovery.watch()
     first = await asyncio.wait_for(anext(lists), 10)
     expected = {HeadlessServiceDiscovery: SERVICE, RayDiscovery: NODES}.get(type(discovery), AB)
@@ -291,7 +291,7 @@ def test_different_order_is_a_change():
     assert [list(hosts) for hosts in lists] == [["a", "b"], ["b", "a"]]
 
 
-def test_known_list_comes_first_without_a_run():
+def test_known_list_is_yielded_first_without_running_the_script():
     assert watched(A, AB, known=A) == ([A, AB], [])
 
 
@@ -329,7 +329,7 @@ def test_failure_between_empty_runs_restarts_the_count():
     assert watched(A, *([down] * 10), A)[0] == [A]
 
 
-def test_failure_after_an_empty_list_keeps_it_empty():
+def test_failure_after_an_empty_list_keeps_the_list_empty():
     assert watched(A, {}, {}, {}, Invalid("it is down"), {}, AB)[0] == [A, {}, AB]
 
 

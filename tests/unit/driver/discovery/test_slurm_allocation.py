@@ -41,24 +41,24 @@ def test_slots_when_nodes_differ_then_refused_unless_specified():
 
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": ""}, {"SLURM_JOB_ID": "7; rm"}])
-def test_allocation_when_this_process_is_in_none_then_refused(environ):
+def test_allocation_when_the_process_runs_outside_of_slurm_then_refused(environ):
     with pytest.raises(Invalid):
         allocation(environ, 1)
 
 
-def test_nodes_of_a_task_of_an_array_when_all_tasks_are_listed_then_its_own():
+def test_nodes_of_an_array_task_when_all_tasks_are_listed_then_only_its_own():
     assert nodes_of("12", "13|n3\n12|n[1-2]\n14|\n") == "n[1-2]"
     assert nodes_of("12", "13|n3\n") == ""
 
 
-def test_nodes_when_they_are_drained_or_down_then_left_out_and_silent_ones_kept():
+def test_nodes_when_drained_or_down_then_left_out_and_unresponsive_ones_kept():
     states = (
         "n1|allocated\nn2|draining\nn3|down*\nn4|mixed*\nn1|allocated\nn5|draining@\nn6|idle~\n"
     )
     assert usable_nodes(states) == ["n1", "n4", "n6"]
 
 
-def test_environment_of_commands_when_variables_of_the_allocation_are_set_then_without_them():
+def test_environment_of_slurm_commands_excludes_variables_of_the_allocation():
     environ = {"SLURM_CONF": "c", "SLURM_JOB_ID": "7", "SQUEUE_FORMAT": "%i", "PATH": "p"}
     assert commands_environ(environ) == {"SLURM_CONF": "c", "PATH": "p"}
 

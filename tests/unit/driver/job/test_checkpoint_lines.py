@@ -46,9 +46,7 @@ def test_logged_checkpoint_is_not_logged_again() -> None:
     recorded("messages", job.info())
 
 
-def test_checkpoints_when_an_hour_passes_then_the_first_and_one_each_ten_minutes_are_logged() -> (
-    None
-):
+def test_checkpoints_when_an_hour_passes_then_one_each_ten_minutes_is_logged() -> None:
     job = Spoken()
     for number in range(120):
         job.made(number)
@@ -57,7 +55,7 @@ def test_checkpoints_when_an_hour_passes_then_the_first_and_one_each_ten_minutes
     assert len([text for _, text in job.lines if "MB" in text]) == 120, "--verbose shows each"
 
 
-def test_checkpoint_when_it_follows_a_failure_then_it_is_logged() -> None:
+def test_checkpoint_when_following_a_logged_failure_then_is_logged() -> None:
     job = Spoken()
     job.made(20)
     job.now += 31.0
@@ -106,7 +104,7 @@ def view_of(*events: Event) -> JobView:
         ([reported(2, 7), reported(3, 4), CheckpointMade(Commit(3, 1))], 3),
     ],
 )
-def test_commits_when_a_checkpoint_is_older_then_those_after_it_are_unsaved(events, unsaved):
+def test_commits_when_newer_than_the_last_checkpoint_then_are_unsaved(events, unsaved):
     assert view_of(*events).unsaved == unsaved
 
 
@@ -120,19 +118,19 @@ def test_commits_when_a_checkpoint_is_older_then_those_after_it_are_unsaved(even
         (None, None, False),
     ],
 )
-def test_job_when_it_is_stopped_then_the_last_line_names_what_is_kept(made, begins, writes):
+def test_job_when_stopped_then_the_last_line_names_the_kept_checkpoint(made, begins, writes):
     view = view_of(reported(2, 7), *([CheckpointMade(Commit(2, made))] if made else []))
     line = kept_line(view, writes=writes, begins=begins, adopted=False)
     recorded("log", line)
 
 
 @pytest.mark.parametrize("events", [[], [reported(1, 0)]])
-def test_job_when_it_made_no_commit_then_nothing_is_kept_or_lost(events):
+def test_job_when_no_commit_was_made_then_has_no_line_about_kept_or_lost_commits(events):
     assert kept_line(view_of(*events), writes=True, begins=None, adopted=False) is None
 
 
 @pytest.mark.parametrize(("made", "known"), [([], False), ([CheckpointMade(Commit(2, 5))], True)])
-def test_driver_when_it_does_not_know_an_earlier_checkpoint_then_it_reports_none(made, known):
+def test_driver_when_earlier_checkpoints_are_unknown_then_reports_none(made, known):
     view = view_of(reported(2, 7), *made)
     line = kept_line(view, writes=True, begins=None, adopted=True)
     assert (line is not None) is known

@@ -72,7 +72,7 @@ def test_failed_share_cancels_the_checkpoint_once_for_all():
     assert shares.handle(A, wrote()) == again
 
 
-def test_checkpoint_that_came_at_a_wrong_time_for_a_rank_is_requested_again():
+def test_checkpoint_requested_while_a_rank_is_busy_is_requested_again():
     shares = two()
     off = DropCheckpoint(3, 40, again=True)
     failed = CheckpointFailed(40, B, "busy", False)
@@ -111,7 +111,7 @@ def test_differing_replica_is_named_and_the_checkpoint_is_not_made():
     ]
 
 
-def test_rank_0_may_be_the_corrupted_one():
+def test_rank_0_can_be_the_corrupted_replica():
     shares = three()
     shares.handle(A, wrote(model=8))
     shares.handle(B, wrote())
@@ -186,12 +186,12 @@ def test_observations_before_different_commits_are_not_compared():
     assert shares.handle(C, observed(7, 44)) == [ReplicasCorrupted(3, Commit(3, 44), [C], 2)]
 
 
-def test_replicas_that_never_were_equal_are_not_corrupted_by_one():
+def test_replicas_that_never_were_equal_are_not_reported_as_corrupted_by_a_gradient():
     shares = three(equal_before=False)
     assert [shares.handle(worker, observed(n)) for n, worker in enumerate((A, B, C))] == [[]] * 3
 
 
-def test_checkpoint_reported_again_after_a_newer_one_changes_nothing():
+def test_checkpoint_reported_again_after_a_newer_one_is_answered_without_an_effect():
     """Rank 0 of the previous world got no answer."""
     shares = CheckpointShares()
     shares.world(2, [A, B])

@@ -80,7 +80,7 @@ def test_host_lost_when_another_was_just_lost_then_its_cost_does_not_depend_on_t
     assert large <= 1.2 * small
 
 
-def test_host_returned_when_others_are_full_then_only_its_slots_are_used_again():
+def test_host_returned_when_other_hosts_are_full_then_only_its_slots_are_used_again():
     job = Job(10)
     job.note(events.HostLost("h3", "silent"))
     lost = [Worker("h3", slot) for slot in range(SLOTS)]

@@ -114,7 +114,7 @@ def test_exit_that_ends_the_job_is_no_failure_afterwards():
         ),
     ],
 )
-def test_training_that_failed_after_the_others_returned_is_not_code_after_it(event, cause):
+def test_training_failure_after_other_workers_returned_is_not_code_after_training(event, cause):
     talk = Talk().trains()
     talk.hear(event, TRAINED)
     [line] = talk.hear(exited(B, 1))
@@ -169,7 +169,7 @@ def test_host_lost_after_success_fails_the_job():
     assert talk.decisions.over and talk.code == 1
 
 
-def test_stop_sets_the_exit_code_and_a_second_one_ends_the_grace_period():
+def test_stop_sets_the_exit_code_and_a_second_stop_ends_the_grace_period():
     talk = Talk().trains()
     assert talk.hear(StopRequested("Ctrl-C", 130), EndJob(1, WHY)) == [EndJob(130, WHY)]
     assert talk.decisions.next_deadline() == 100.0 + GRACE_S

@@ -245,7 +245,7 @@ async def test_first_world_with_fewer_workers_than_wanted_is_logged(s):
     ],
     ids=["elastic", "fixed size", "short", "interrupted"],
 )
-def test_start_of_training_when_it_is_long_then_the_line_has_its_parts(worlds, until, parts):
+def test_start_of_training_when_long_then_the_line_has_its_parts(worlds, until, parts):
     start = JobStart(10.0)
     for at in worlds:
         start.published(at)
@@ -259,7 +259,7 @@ def test_start_of_training_when_it_is_long_then_the_line_has_its_parts(worlds, u
 
 
 @story()
-async def test_training_when_it_starts_then_one_line_has_the_time_since_the_start_of_the_job(s):
+async def test_training_when_started_then_one_line_has_the_time_since_the_start_of_the_job(s):
     await s.train(A, B)
     for worker in (A, B):
         await s.say(worker, protocol.Resumed(1, {"formed": 1652.0}))
@@ -269,7 +269,7 @@ async def test_training_when_it_starts_then_one_line_has_the_time_since_the_star
 
 
 @story()
-async def test_scale_when_it_is_accepted_then_it_is_done_once_the_new_world_trains(s):
+async def test_scale_when_accepted_then_is_done_once_the_new_world_trains(s):
     await s.train(A, B)
     for worker in (A, B):
         await s.say(worker, protocol.Resumed(1, {}))
@@ -288,7 +288,7 @@ async def test_scale_when_it_is_accepted_then_it_is_done_once_the_new_world_trai
 
 
 @story()
-async def test_exit_when_a_line_follows_from_it_then_it_is_logged_first(s):
+async def test_exit_when_a_related_line_follows_then_is_logged_first(s):
     cools = because(ReasonKind.SLOT_COOLS, worker="localhost:1#1", exit="exit code 1", wait_s=1.0)
     s.driver._perform([events.Report("warning", str(cools), cools)])
     assert not any(str(cools) in line for line in s.log), "it waits for more of its kind"
@@ -336,7 +336,7 @@ async def test_results_without_a_world_are_ordered_by_the_initial_places(s):
 
 
 @story()
-async def test_worker_when_it_exits_without_init_and_result_then_its_result_is_missing(s):
+async def test_worker_when_exited_without_init_and_result_then_its_result_is_missing(s):
     await s.say(B, protocol.SendResult(b"from 1"))
     await s.exit(B)
     await s.exit(A)  # by sys.exit(0)
@@ -362,7 +362,7 @@ async def test_exited_workers_leave_no_state(s):
 
 
 @story()
-async def test_members_are_notified_before_anything_is_started(s):
+async def test_members_are_notified_before_workers_are_started(s):
     await s.train(A, B)
     performed: list[str] = []
     start = s.launcher.start
@@ -519,7 +519,7 @@ async def test_worker_with_another_state_receives_the_differences(s):
 
 
 @story()
-async def test_newcomer_receives_the_structure_of_the_others_batches(s):
+async def test_joining_worker_receives_the_batch_structure_of_the_members(s):
     await s.train(A, B)
     await s.say(A, protocol.StepInput(b"float32 [16, 4]"))
     for worker, newcomer in ((A, False), (B, True)):
@@ -567,7 +567,7 @@ async def test_second_stop_does_not_wait_for_an_unresponsive_store():
 
 
 @story()
-async def test_stop_while_workers_exit_by_themselves(s):
+async def test_stop_while_workers_exit_on_their_own_keeps_its_exit_code(s):
     await s.train(A, B)
     for worker in (A, B):
         await s.say(worker, protocol.Returned(1))

@@ -60,9 +60,7 @@ def test_worker_that_raised_without_a_traceback_gets_no_empty_line(monkeypatch):
 
 
 @pytest.mark.parametrize(("code", "count"), [(0, 0), (1, 1), (130, 1), (None, 0)])
-def test_job_when_it_ends_then_the_newest_checkpoint_is_logged_if_it_did_not_succeed(
-    monkeypatch, code, count
-):
+def test_job_when_not_successful_then_the_newest_checkpoint_is_logged(monkeypatch, code, count):
     job = cli.make_job(cli.read_options(["-np", "1", "true"], {}), {})
     reported = WorkerSpent(Worker("h", 0), 2, Times(), "training", Commit(2, 7))
     end = [] if code is None else [EndJob(code, as_sentence("why"))]

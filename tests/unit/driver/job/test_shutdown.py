@@ -40,7 +40,7 @@ def killed(actions) -> list[Worker]:
     return [action.worker for action in actions if isinstance(action, KillWorker)]
 
 
-def test_nothing_is_left_to_do_without_workers():
+def test_ending_without_workers_is_over_at_once():
     assert ending(0, alive=()).over
     assert ending(3, alive=()).code == 3
 
@@ -103,7 +103,7 @@ def test_unkillable_worker_is_left_behind():
     assert e.over
 
 
-def test_stop_ends_the_wait_and_a_second_one_the_grace_period():
+def test_stop_ends_the_wait_and_a_second_stop_the_grace_period():
     e = ending()
     e.stopped(130, now=105.0)
     assert e.code == 130 and e.next_deadline() == 105.0 + GRACE_S
@@ -135,7 +135,7 @@ def trains(e: Shutdown, worker: Worker = A) -> Shutdown:
     return e
 
 
-def test_others_do_not_wait_forever_for_a_failed_worker_in_a_second_training():
+def test_wait_for_a_failed_worker_in_a_second_training_has_a_limit():
     e = trains(ending(alive=(A, B)))
     assert killed(e.overdue(100_000.0)) == []
     assert "rank 1" in report(e.heard(WorkerExited(B, 1), 100_000.0)).text
@@ -182,9 +182,7 @@ def test_worker_frozen_during_a_second_training_is_killed_after_the_idle_timeout
 
 
 @pytest.mark.parametrize("idle_s, again, thaws", [(0.0, 1, 0), (30.0, 0, 0), (30.0, 1, 1)])
-def test_frozen_worker_is_not_killed_if_none_waits_it_continues_or_the_limit_is_0(
-    idle_s, again, thaws
-):
+def test_frozen_worker_is_not_killed_when_unawaited_thawed_or_the_limit_is_0(idle_s, again, thaws):
     e = ending(alive=(A, B), idle_s=idle_s)
     if again:
         trains(e)

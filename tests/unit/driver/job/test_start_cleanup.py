@@ -55,7 +55,7 @@ def job_of(*flags: str):
     ],
     ids=" ".join,
 )
-def test_rejected_flags_leave_nothing(folder, flags, checkpoints):
+def test_rejected_flags_leave_no_file(folder, flags, checkpoints):
     before = contents(folder)
     with pytest.raises(Invalid):
         job_of("--checkpoint-dir", checkpoints, *flags)
@@ -63,7 +63,7 @@ def test_rejected_flags_leave_nothing(folder, flags, checkpoints):
 
 
 @pytest.mark.parametrize("refusal", ["metrics", "dashboard", "discovery"])
-async def test_job_rejected_at_its_start_leaves_nothing(folder, refusal):
+async def test_job_rejected_at_its_start_leaves_no_file(folder, refusal):
     before = contents(folder)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -80,7 +80,7 @@ async def test_job_rejected_at_its_start_leaves_nothing(folder, refusal):
     assert contents(folder) == before
 
 
-async def test_job_on_a_host_that_does_not_exist_leaves_nothing(folder):
+async def test_job_on_a_missing_host_leaves_no_file(folder):
     before = contents(folder)
     job = job_of("--checkpoint-dir", "old", "-H", "no-such-host.invalid:1")
     assert contents(folder) != before

@@ -140,7 +140,7 @@ def test_defaults_of_frequent_events_are_omitted_and_read_from_older_journals(ev
     assert decoded(line) == decoded(older) == Entry(1.0, event)
 
 
-async def test_entry_when_another_event_is_queued_then_it_is_written_with_the_next_entry(tmp_path):
+async def test_entry_when_another_event_is_queued_then_is_written_with_the_next_entry(tmp_path):
     path = tmp_path / "j"
     log = FileJournal.begin(path, settings())
     event = WorkerReady(A, 3, Commit(3, 17), Address("127.0.0.1", 4711), layout="x")
@@ -164,7 +164,7 @@ async def test_entry_when_another_event_is_queued_then_it_is_written_with_the_ne
     assert times() == [1.0, 2.0, 3.0, 4.0, 5.0, 7.0]
 
 
-async def test_copy_when_a_journal_is_settled_then_it_contains_all_entries(tmp_path):
+async def test_copy_when_a_journal_is_settled_then_contains_all_entries(tmp_path):
     paths = [tmp_path / "first", tmp_path / "copy"]
     log = JournalCopy(*(FileJournal.begin(path, settings()) for path in paths))
     log.record(1.0, HostsChanged({"h1": 1}), more=True)
@@ -464,7 +464,7 @@ def test_other_file_is_not_overwritten(tmp_path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o755
 
 
-def test_pipe_accepts_a_journal_but_contains_none(tmp_path):
+def test_journal_can_be_written_to_a_pipe_and_is_not_resumable(tmp_path):
     """As with --journal >(gzip >j.gz): reading it would wait for this process."""
     path = tmp_path / "pipe"
     os.mkfifo(path)

@@ -120,7 +120,7 @@ async def test_empty_storage_has_no_job(place, settings, entries):
 
 
 @conversation
-async def test_successor_knows_everything_that_was_settled(place, settings, entries):
+async def test_successor_restores_the_complete_settled_state(place, settings, entries):
     first = Drive(place, settings)
     await first.begin()
     await first.tell(entries[:100])
@@ -246,7 +246,7 @@ async def test_ended_job_is_distinguished_from_a_running_one(place, settings, en
 
 
 @conversation
-async def test_job_ended_by_a_bug_is_resumed_as_such(place, settings, entries):
+async def test_job_ended_by_a_bug_is_resumed_as_ended(place, settings, entries):
     first = Drive(place, settings, every=3)
     await first.begin()
     await first.tell(entries[:30])

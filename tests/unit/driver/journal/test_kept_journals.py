@@ -79,7 +79,7 @@ def test_successor_resumes_from_a_snapshot_in_the_middle(kept, tmp_path):
 
 
 @each_journal
-def test_log_lines_worded_differently_change_nothing(kept, tmp_path):
+def test_reworded_log_lines_do_not_affect_a_replay(kept, tmp_path):
     header, lines = lines_of(unpacked(kept, tmp_path))
     for line in lines:
         if isinstance(line, Entry):

@@ -138,7 +138,7 @@ def test_wrong_dates_have_little_effect(unix_s, now):
     assert 7.0 + clock_offset(past(FIRST, last_at=150.0), 7.0, unix_s=unix_s, boot="b") == now
 
 
-def test_clock_never_goes_back_with_any_clocks():
+def test_clock_is_monotonic_for_any_clock_readings():
     assert 20.0 + clock_offset(past(FIRST, last_at=150.0), 20.0, unix_s=0.0, boot="a") == 150.0
 
 
@@ -159,7 +159,7 @@ def test_header_contains_no_value_of_the_environment():
     assert b"hunter2" not in line and b'"TOKEN":""' in line
 
 
-def test_job_when_its_workers_ended_with_its_driver_then_a_start_without_checkpoint_is_told():
+def test_job_when_restarted_without_a_checkpoint_then_a_log_line_reports_the_restart():
     begins = StartCheckpoint("g2c5", "/c")
     recorded("log", starts_over(past(), None))
     assert starts_over(past(), begins) is None

@@ -23,22 +23,22 @@ def test_worker_with_the_rank_reads_standard_input():
     assert given == [False, True, False]
 
 
-def test_no_worker_reads_it_without_a_rank():
+def test_no_worker_reads_standard_input_without_a_rank():
     assert not any(StandardInput(None).receives(A, rank, ()) for rank in (None, 0, 1))
 
 
-def test_worker_without_a_rank_does_not_read_it():
+def test_worker_without_a_rank_does_not_read_standard_input():
     assert not StandardInput(0).receives(A, rank_of({}), ())
 
 
-def test_next_worker_of_the_slot_reads_it_after_the_holder_ended():
+def test_next_worker_of_the_slot_reads_standard_input_after_the_holder_ended():
     stdin = StandardInput(1)
     assert stdin.receives(B, 1, {A})
     assert not stdin.receives(C, 1, {A, B})
     assert stdin.receives(AGAIN, 2, {A, C})
 
 
-def test_next_worker_of_the_rank_reads_it_if_the_slot_is_not_used_again():
+def test_next_worker_of_the_rank_reads_standard_input_when_the_slot_is_not_used_again():
     stdin = StandardInput(1)
     assert stdin.receives(B, 1, {A})
     assert not stdin.receives(Worker("other", 0, 1), 2, {A})
@@ -48,12 +48,12 @@ def test_next_worker_of_the_rank_reads_it_if_the_slot_is_not_used_again():
 @pytest.mark.parametrize(
     ("rank", "workers", "by_agents"), [(2, 2, False), (5, 1, False), (0, 2, True)]
 )
-def test_job_is_rejected_if_no_worker_could_read_it(rank, workers, by_agents):
+def test_job_is_rejected_when_no_worker_could_read_standard_input(rank, workers, by_agents):
     with pytest.raises(Invalid):
         check_stdin(rank, workers, by_agents=by_agents)
 
 
-def test_job_is_accepted_if_a_worker_can_read_it():
+def test_job_is_accepted_when_a_worker_can_read_standard_input():
     check_stdin(None, 1, by_agents=True)
     check_stdin(7, UNBOUNDED, by_agents=False)
 
@@ -74,7 +74,7 @@ def test_flag_and_configuration_file_name_the_rank(tmp_path):
 @pytest.mark.parametrize(
     "flags", [["2"], ["-1"], ["x"], ["1", "-H", "localhost:1,elsewhere.invalid:1"]], ids=" ".join
 )
-def test_flag_is_rejected_if_no_worker_could_read_it(flags):
+def test_flag_is_rejected_when_no_worker_could_read_standard_input(flags):
     with pytest.raises(Invalid):
         job_of("--stdin", *flags)
 

@@ -231,7 +231,7 @@ class TestChild(StarterContract):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["child", "ssh"])
-def test_agent_imports_nothing_from_its_working_directory(by, tmp_path, monkeypatch):
+def test_agent_imports_no_module_from_its_working_directory(by, tmp_path, monkeypatch):
     (tmp_path / "socket.py").write_text("raise SystemExit('not what was meant')")
     command, stdin = ["/bin/sh", "-c", REMOTE], f"{sys.executable}\n\n\n"
     if by == "child":

@@ -77,7 +77,7 @@ def measurements(actions) -> list[tuple[str, str]]:
 # ---- the comparison --------------------------------------------------------------------------------------------------
 
 
-def test_rates_are_compared_in_each_direction_with_the_median_of_the_others():
+def test_rates_are_compared_in_each_direction_with_the_median_of_the_remaining_hosts():
     others = [measured("b"), measured("c", FAST, 3 * FAST), measured("d", 2 * FAST)]
     assert too_slow(measured("e", 0.21 * FAST), others, 0.2) is None
     found = too_slow(measured("e", FAST, 0.19 * FAST), others, 0.2)
@@ -100,11 +100,11 @@ def test_rates_are_compared_in_each_direction_with_the_median_of_the_others():
         [measured("b"), measured("e")],
     ],
 )
-def test_fewer_than_two_comparable_hosts_reject_none(others):
+def test_fewer_than_two_comparable_hosts_reject_no_host(others):
     assert too_slow(measured("e", SLOW, SLOW), others, 0.2) is None
 
 
-def test_failed_measurement_rejects_none():
+def test_failed_measurement_rejects_no_host():
     mine = measured("e", None, None, trouble="refused")
     assert too_slow(mine, [measured("b"), measured("c")], 0.2) is None
 
@@ -138,7 +138,7 @@ def test_checks_that_do_not_end_delay_the_first_measurement_only_briefly():
 
 @pytest.mark.parametrize("slow", ["b", "c", "d"])
 @pytest.mark.parametrize("direction", ["sent", "received"])
-def test_slow_host_is_in_no_world_whenever_it_is_measured(slow, direction):
+def test_slow_host_is_in_no_world_for_any_order_of_measurement(slow, direction):
     talk = starting()
     pass_checks(talk, "a:0", "b:0", "c:0", "d:0")
     assert not has(WelcomeWorker, talk.connect("a:0", "b:0", "c:0", "d:0"))
@@ -195,7 +195,7 @@ def test_host_that_was_slow_once_needs_two_slow_measurements_to_be_rejected_late
     assert has(KillWorker, talk.tell(measured("e", SLOW)))
 
 
-def test_rejected_host_is_measured_again_with_backoff_and_used_once_it_is_fast():
+def test_rejected_host_is_measured_again_with_backoff_and_used_once_fast():
     talk = training(cooldown_max_s=8.0)
     for number, cooldown_s in enumerate([1, 2, 4, 8, 8], start=1):
         name = f"e:0#{number}"
@@ -274,7 +274,7 @@ def test_job_with_too_few_hosts_only_records(names):
 @pytest.mark.parametrize(
     "settings", [{"bandwidth_factor": 0.0}, {"health_check": "true"}, {"health_check": None}]
 )
-def test_nothing_is_measured_without_the_built_in_check_or_with_a_factor_of_0(settings):
+def test_no_host_is_measured_without_the_built_in_check_or_with_a_factor_of_0(settings):
     talk = starting(**settings)
     assert not measurements(pass_checks(talk, "a:0", "b:0", "c:0", "d:0"))
     assert has(WelcomeWorker, talk.connect("a:0"))
@@ -283,7 +283,7 @@ def test_nothing_is_measured_without_the_built_in_check_or_with_a_factor_of_0(se
 # ---- results that do not arrive --------------------------------------------------------------------------------------
 
 
-def test_measurement_without_a_result_ends_at_its_deadline_and_rejects_none():
+def test_measurement_without_a_result_ends_at_its_deadline_and_rejects_no_host():
     talk = starting()
     pass_checks(talk, "a:0", "b:0", "c:0", "d:0")
     assert not measurements(talk.wait(RESULT_S - 0.1))

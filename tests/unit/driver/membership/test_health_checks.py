@@ -148,7 +148,7 @@ def test_each_start_is_checked_also_after_a_worker_trained_there():
     assert talk.m.roster[worker("b:0#3")].unchecked
 
 
-def test_world_neither_waits_for_a_check_nor_changes_before_it_has_passed():
+def test_world_neither_waits_for_a_pending_check_nor_changes_before_the_check_has_passed():
     talk = training()
     assert not talk.connect("b:0#2")
     assert not talk.wait(LIMIT_S / 2)
@@ -182,7 +182,7 @@ def test_result_that_does_not_arrive_counts_as_timed_out():
     assert line.about is not None and line.about.facts["outcome"] == "timed_out"
 
 
-def test_held_worker_that_loses_its_connection_is_fenced_like_others():
+def test_worker_held_by_its_check_is_killed_after_losing_its_connection():
     talk = training()
     talk.connect("b:0#2")
     talk.tell(disconnected("b:0#2"))

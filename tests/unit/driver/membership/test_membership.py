@@ -55,7 +55,7 @@ from harness.golden import raises, recorded
 # ---- the start ----------------------------------------------------------------------------------
 
 
-def test_reports_when_others_are_queued_then_the_last_forms_the_world():
+def test_queued_reports_form_the_world_when_the_last_is_handled():
     talk = MembershipConversation(np=2)
     talk.tell(hosts(h=2))
     for name in ("h:0", "h:1"):
@@ -128,7 +128,7 @@ def test_every_wait_for_workers_has_a_limit():
     assert end.reason == because(ReasonKind.TOO_FEW, ready=1, needed=2, within_s=60)
 
 
-def test_worker_that_hangs_before_init_is_killed_once_another_waits_for_it():
+def test_worker_that_hangs_before_init_is_killed_once_another_waits():
     talk = MembershipConversation(np=3, start_timeout_s=120)
     talk.tell(hosts(h=3))
     talk.wait(500)
@@ -234,7 +234,7 @@ def test_slot_that_gets_further_at_its_second_attempt_continues_the_job():
 
 
 @pytest.mark.parametrize("connects", [False, True])
-def test_worker_when_its_script_raises_before_it_trains_then_the_line_has_the_exception(connects):
+def test_worker_when_its_script_raises_before_training_then_the_line_has_the_exception(connects):
     talk = MembershipConversation(np=2, workers_min=2)
     talk.tell(hosts(h=2))
     if connects:
@@ -291,14 +291,14 @@ def test_loss_before_elastic_run_breaks_the_world_of_init():
     assert has(PublishWorld, talk.ready("h:0", "h:2"))
 
 
-def test_loss_while_some_have_entered_notifies_those_that_have_not():
+def test_loss_when_some_have_entered_elastic_run_notifies_only_the_remaining_members():
     talk = started(3)
     talk.ready("h:0")
     assert the(BreakWorld, talk.tell(exited("h:1"))).members == [worker("h:2")]
     assert order(the(PublishWorld, talk.ready("h:2"))) == ["h:0#1", "h:2#1"]
 
 
-def test_next_world_is_a_first_one_if_all_are_lost_before_elastic_run():
+def test_world_after_the_loss_of_all_before_elastic_run_is_a_first_world():
     talk = started(2)
     talk.tell(exited("h:0"), exited("h:1"))
     assert names(talk.wait(1)) == ["h:0#2", "h:1#2"]
@@ -368,7 +368,7 @@ def test_kill_before_elastic_run_restarts_all_workers_up_to_the_limit(noticed_fi
     )
 
 
-def test_restarted_worker_outside_elastic_run_waits_for_later_ones():
+def test_restarted_worker_outside_elastic_run_waits_for_the_remaining_workers():
     """Without elastic.run no worker can join later, so the first ready workers must not train without the others."""
     talk = started(3, reset_limit=1)
     talk.tell(stranded("h:0", 1), exited("h:1"))
@@ -390,7 +390,7 @@ def test_failure_before_elastic_run_is_not_retried():
         recorded("messages", str(the(EndJob, talk.tell(*events)).reason))
 
 
-def test_worker_stranded_while_others_are_inside_restarts():
+def test_worker_stranded_while_a_peer_is_in_elastic_run_restarts():
     talk = started(3)
     talk.ready("h:0")
     talk.tell(exited("h:1"))
@@ -433,7 +433,7 @@ def test_worker_that_never_reaches_elastic_run_is_left_out():
 # ---- losing members -----------------------------------------------------------------------------
 
 
-def test_lost_worker_breaks_the_world_and_the_others_continue():
+def test_lost_worker_breaks_the_world_and_survivors_continue():
     talk = running(4)
     assert the(BreakWorld, talk.tell(exited("h:1"))) == BreakWorld(
         2,
@@ -540,7 +540,7 @@ def test_survivors_without_a_commit_are_no_source():
     )
 
 
-def test_worker_that_blocks_the_others_is_named_within_seconds():
+def test_worker_that_delays_a_recovery_is_named_within_seconds():
     talk = running(3)
     talk.tell(exited("h:0"))
     talk.tell(ready("h:1", 2, (2, 5)))
@@ -549,7 +549,7 @@ def test_worker_that_blocks_the_others_is_named_within_seconds():
     assert not [a for a in talk.wait(3.0) if isinstance(a, Report)]  # not repeated soon
 
 
-def test_survivor_that_does_not_return_is_killed_and_the_others_continue():
+def test_survivor_that_does_not_return_is_killed_and_remaining_workers_continue():
     talk = running(4, elastic_timeout_s=60)
     talk.tell(exited("h:0"))
     talk.ready("h:1", "h:2", commit=(2, 5))
@@ -746,7 +746,7 @@ def test_job_on_fixed_hosts_ends_when_the_slots_left_are_too_few():
     recorded("reasons", end.reason)
 
 
-def test_job_whose_list_of_hosts_can_grow_waits_when_slots_are_given_up():
+def test_job_with_a_growable_host_list_waits_when_slots_are_given_up():
     talk, actions = short_by_a_slot(listed=hosts)
     assert not any(isinstance(each, EndJob) for each in actions)
     assert names(talk.tell(hosts(h=3))) == ["h:2#1"]
@@ -801,7 +801,7 @@ def test_newcomers_at_the_end_are_released():
     assert names(talk.tell(connected("h:4")), LetGo) == ["h:4#1"]
 
 
-def test_loss_while_others_have_returned_calls_all_back():
+def test_loss_after_some_have_returned_recalls_all_survivors():
     talk = running(3)
     talk.tell(returned("h:1", 2))
     assert the(BreakWorld, talk.tell(exited("h:0"))).members == [worker("h:1"), worker("h:2")]
@@ -809,7 +809,7 @@ def test_loss_while_others_have_returned_calls_all_back():
     assert order(world) == ["h:1#1", "h:2#1"]
 
 
-def test_loss_after_all_others_returned_changes_nothing_if_rank_0_remains():
+def test_loss_after_all_peers_returned_ends_the_job_with_success():
     talk = running(3)
     talk.tell(returned("h:0", 2), returned("h:1", 2))
     assert the(EndJob, talk.tell(exited("h:2"))).code == 0
@@ -847,7 +847,7 @@ def test_messages_of_dead_workers_are_ignored():
     assert talk.tell(*late, disconnected("h:2"), connected("h:2"), stranded("h:2", 2)) == []
 
 
-def test_corrupted_worker_is_killed_and_the_others_continue_from_their_commit():
+def test_corrupted_worker_is_killed_and_survivors_continue_from_their_commit():
     talk = running(3)
     now = talk.m.generation
     differs = WorkerDiffers(worker("h:2"), now, Commit(now, 8), ["model"], 2)

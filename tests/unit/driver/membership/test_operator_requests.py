@@ -60,7 +60,7 @@ def two_hosts(**settings) -> MembershipConversation:
     return talk
 
 
-def test_scaling_up_starts_workers_without_interrupting_the_others():
+def test_scaling_up_starts_workers_without_interrupting_members():
     talk = running(4)
     talk.tell(hosts(h=8))
     actions = scale(talk, 8)
@@ -72,7 +72,7 @@ def test_scaling_up_starts_workers_without_interrupting_the_others():
     assert len(world.members) == 8
 
 
-def test_few_newcomers_start_at_once_and_a_hanging_one_does_not_block_the_rest():
+def test_few_workers_start_at_once_and_a_hanging_one_does_not_block_the_rest():
     talk = running(4, starting_max=2, start_timeout_s=50.0)
     talk.tell(hosts(h=8))
     assert names(scale(talk, 8)) == ["h:4#1", "h:5#1"]
@@ -137,9 +137,7 @@ def test_leaving_worker_stays_when_the_job_grows_again():
 
 
 @pytest.mark.parametrize("code", [0, 1, -9])
-def test_exit_of_a_removed_worker_when_the_cause_of_a_failure_is_searched_then_it_is_not_the_cause(
-    code,
-):
+def test_exit_of_a_removed_worker_is_not_the_root_cause_of_a_failure(code):
     talk = MembershipConversation(np=2, workers_min=1, workers_max=3)
     talk.tell(hosts(h=2))
     talk.connect("h:0", "h:1")
@@ -161,7 +159,7 @@ def test_starting_workers_are_removed_before_members():
     assert not has(PrepareChange, actions)
 
 
-def test_size_below_the_minimum_is_rejected_and_changes_nothing():
+def test_size_below_the_minimum_is_rejected_without_an_effect():
     talk = running(4)
     assert answer(scale(talk, 1)) == (False, ReasonKind.BELOW_LEAST)
     assert talk.m.workers_max == 4 and not talk.m.roster.leavers
@@ -186,7 +184,7 @@ def test_standbys_remain_beside_a_smaller_world():
     assert order(world) == ["h:0#1", "h:1#1", "h:2#1"]
 
 
-def test_drained_host_is_unused_until_it_is_undrained():
+def test_drained_host_is_unused_until_undrained():
     talk = two_hosts()
     actions = talk.tell(DrainRequested(7, "b"))
     assert answer(actions) == (True, ReasonKind.DRAINS) and has(PrepareChange, actions)
@@ -223,7 +221,7 @@ def test_cancelled_drain_keeps_the_remaining_workers():
     [({"h": 4}, 1, 0), ({"h": 4, "g": 1}, 2, 1)],
     ids=["only host", "too few slots elsewhere"],
 )
-def test_drain_when_the_workers_can_run_nowhere_else_then_it_is_refused(listed, least, others):
+def test_drain_when_too_few_slots_would_remain_then_is_refused(listed, least, others):
     talk = running(4, workers_min=least)
     talk.tell(HostsChanged(listed, fixed=True))
     actions = talk.tell(DrainRequested(7, "h"))
@@ -234,7 +232,7 @@ def test_drain_when_the_workers_can_run_nowhere_else_then_it_is_refused(listed, 
     assert not talk.m.drained and not talk.m.roster.leavers
 
 
-def test_drain_of_the_only_host_when_others_may_be_discovered_then_its_workers_wait_for_them():
+def test_drain_of_the_only_host_when_more_may_be_discovered_then_waits_for_a_new_host():
     talk = running(4, workers_min=1)
     assert answer(talk.tell(DrainRequested(7, "h"))) == (True, ReasonKind.DRAINS)
     assert not has(LetGo, talk.wait(60.0))
@@ -245,7 +243,7 @@ def test_drain_of_the_only_host_when_others_may_be_discovered_then_its_workers_w
     assert order(the(PublishWorld, talk.stop_all())) == ["g:0#1"]
 
 
-def test_drain_when_other_hosts_have_enough_slots_then_it_is_carried_out():
+def test_drain_when_other_hosts_have_enough_slots_then_is_accepted():
     talk = two_hosts(workers_min=2)
     talk.tell(HostsChanged({"a": 2, "b": 2}, fixed=True))
     assert answer(talk.tell(DrainRequested(7, "b"))) == (True, ReasonKind.DRAINS)
@@ -261,7 +259,7 @@ def test_drained_host_stays_drained_after_a_withdrawn_notice():
     assert not names(talk.wait(3600.0))
 
 
-def test_host_that_was_unlisted_is_a_new_one_when_listed_again():
+def test_host_listed_again_after_removal_is_no_longer_drained():
     talk = two_hosts()
     talk.tell(DrainRequested(7, "b"))
     talk.stop_all()

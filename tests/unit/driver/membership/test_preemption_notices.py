@@ -234,7 +234,7 @@ def test_job_ends_if_no_checkpoint_is_written_in_time(notice_s, end_s):
     assert the(EndJob, talk.wait(0.2)).code == 143
 
 
-def test_checkpoint_in_progress_is_not_the_last_one():
+def test_checkpoint_in_progress_does_not_count_as_the_last():
     talk = running(2, workers_min=1, restarts=3)
     talk.tell(announced_end("h", 30.0, alone=True))
     assert has(HastenCheckpoint, talk.wait(10.1))
@@ -242,7 +242,7 @@ def test_checkpoint_in_progress_is_not_the_last_one():
     assert has(EndJob, talk.tell(CheckpointMade(Commit(2, 90))))
 
 
-def test_checkpoint_of_an_earlier_world_is_not_the_last_one():
+def test_checkpoint_of_an_earlier_world_does_not_count_as_the_last():
     talk = running(2, workers_min=1, restarts=3)
     talk.tell(announced_end("h", 20.0, alone=True))
     assert not has(EndJob, talk.tell(CheckpointMade(Commit(1, 900))))
@@ -262,7 +262,7 @@ def test_earlier_end_brings_the_last_checkpoint_forward(earlier_s, after_s):
 
 
 @pytest.mark.parametrize("notice_s", [25.0, 30.0, 40.0, 60.0])
-def test_last_checkpoint_follows_20_s_before_the_end_if_all_machines_leave(notice_s):
+def test_last_checkpoint_is_written_20_s_before_the_end_when_all_machines_leave(notice_s):
     talk = on_two_hosts(workers_min=2, restarts=3)
     assert has(
         HastenCheckpoint, talk.tell(announced_end("g", notice_s), announced_end("h", notice_s))

@@ -48,7 +48,7 @@ def told(talk: MembershipConversation, **of):
     return talk.tell(wrong(generation=talk.m.generation, **of))
 
 
-def test_worker_when_outvoted_then_it_is_fenced_with_the_evidence():
+def test_worker_when_outvoted_then_is_fenced_with_the_evidence():
     talk = on_two_hosts()
     actions = told(talk)
     kill = the(KillWorker, actions)
@@ -68,11 +68,11 @@ def test_worker_when_outvoted_then_it_is_fenced_with_the_evidence():
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
-def test_report_when_the_rank_does_not_exist_then_it_is_ignored(rank):
+def test_report_when_the_rank_does_not_exist_then_is_ignored(rank):
     assert not has(KillWorker, told(on_two_hosts(), rank=rank))
 
 
-def test_report_when_its_world_is_over_then_it_is_ignored():
+def test_report_when_its_world_is_over_then_is_ignored():
     talk = on_two_hosts()
     assert not has(KillWorker, talk.tell(wrong(generation=talk.m.generation - 1)))
 
@@ -84,7 +84,7 @@ def survivors_train(talk: MembershipConversation, *stay: str) -> None:
     talk.resume()
 
 
-def test_slot_when_its_worker_was_wrong_then_it_stays_empty_until_an_operator_releases_it():
+def test_slot_when_its_worker_was_wrong_then_stays_empty_until_an_operator_releases_the_slot():
     talk = on_two_hosts()
     told(talk)
     survivors_train(talk, "a:0", "a:1", "b:1")
@@ -97,14 +97,14 @@ def test_slot_when_its_worker_was_wrong_then_it_stays_empty_until_an_operator_re
     assert not slots.quarantined
 
 
-def test_slot_when_quarantine_is_off_then_it_only_cools_down():
+def test_slot_when_quarantine_is_off_then_only_cools_down():
     talk = on_two_hosts(quarantine="off")
     told(talk)
     talk.tell(exited("b:0", -9))
     assert names(talk.wait(1.1)) == ["b:0#2"]
 
 
-def test_host_when_it_is_quarantined_then_its_other_workers_leave_and_none_starts():
+def test_host_when_quarantined_then_its_other_workers_leave_and_no_worker_starts():
     talk = on_two_hosts(quarantine="host")
     told(talk)
     talk.tell(exited("b:0", -9))
@@ -151,7 +151,7 @@ def test_slot_when_the_job_has_a_health_check_then_the_next_check_decides():
     assert not talk.m.worlds.staff.slots.unhealthy
 
 
-def test_host_when_it_leaves_the_list_then_its_slots_are_forgotten():
+def test_host_when_unlisted_then_its_quarantined_slots_are_forgotten():
     talk = on_two_hosts()
     told(talk)
     survivors_train(talk, "a:0", "a:1", "b:1")
@@ -168,7 +168,7 @@ def test_job_of_a_fixed_size_when_a_worker_was_wrong_then_its_exit_ends_the_job(
     assert isinstance(killed_for, Reason) and killed_for.kind is ReasonKind.MISCOMPUTED
 
 
-def test_log_when_a_slot_is_quarantined_then_one_line_has_its_reason():
+def test_log_when_a_slot_is_quarantined_then_has_one_line_with_the_reason():
     lines = [
         each.about.kind
         for each in told(on_two_hosts())
@@ -178,12 +178,12 @@ def test_log_when_a_slot_is_quarantined_then_one_line_has_its_reason():
 
 
 @pytest.mark.parametrize("which", ["", "slots", "all"])
-def test_settings_when_the_value_is_none_of_the_three_then_they_are_refused(which):
+def test_settings_when_the_quarantine_value_is_unknown_then_are_refused(which):
     with pytest.raises(Invalid):
         Settings(np=1, workers_min=1, workers_max=1, elastic=True, quarantine=which)
 
 
-def test_view_when_a_slot_is_released_then_it_is_not_shown_any_more():
+def test_view_when_a_slot_is_released_then_shows_no_quarantine():
     view, talk = JobView(), on_two_hosts()
     for name in FOUR:
         view.note(HostsChanged({}), [StartWorker(worker(name), PLACE, FIRST)], 0.0)

@@ -66,7 +66,7 @@ def test_finished_worker_is_notified_again():
     assert talk.tell(back("h:1", 2)) == [FinishWorld(2, [worker("h:1")])]
 
 
-def test_worker_that_missed_its_world_receives_it_again():
+def test_worker_that_missed_its_world_receives_the_world_again():
     talk = running(3)
     [repeated] = every(TellWorld, talk.tell(back("h:1", 1)))
     place = talk.m.place_of(worker("h:1"))
@@ -180,7 +180,7 @@ def test_end_that_may_not_have_been_sent_is_sent_again():
     assert every(EndJob, talk.tell(DriverRestarted())) == [end]
 
 
-def test_journal_rebuilds_the_membership_that_wrote_it():
+def test_journal_rebuilds_the_membership_that_wrote_the_journal():
     first = Membership(running(1, workers_min=1).m.settings)
     entries = []
     for at, event in enumerate((hosts(h=1), connected("h:0"), ready("h:0", 0, running=False)), 1):

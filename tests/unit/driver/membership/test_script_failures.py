@@ -145,7 +145,7 @@ def loses_shards(name: str, generation: int) -> WorkerRaised:
     )
 
 
-def test_job_ends_for_the_state_of_a_rejected_member_whose_shards_are_lost():
+def test_job_ends_with_the_mismatching_state_of_a_rejected_member_whose_shards_are_lost():
     talk = started(3, judge_scripts=True, workers_min=1)
     talk.tell(ready("h:0", 1, layout="a"), ready("h:1", 1, layout="b"), ready("h:2", 1, layout="a"))
     found = the(EndJob, talk.tell(loses_shards("h:0", talk.m.generation)))
@@ -236,9 +236,7 @@ def restarted(talk: MembershipConversation, incarnation: int) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "failed"), [(7, 7, True), (7, 8, False), (-9, 7, False)]
 )
-def test_unexplained_exit_code_is_a_script_failure_once_it_repeats_in_its_slot(
-    first, second, failed
-):
+def test_unexplained_exit_code_is_a_script_failure_once_repeated_in_its_slot(first, second, failed):
     assert "failed" not in without(judged(), exited("h:1", first)).facts
     talk = judged()
     talk.tell(exited("h:1", first))
@@ -294,7 +292,7 @@ def test_job_with_an_older_journal_ends_as_before():
     assert found == because(ReasonKind.ALL_RETURNED, members=2, generation=3)
 
 
-def test_sys_exit_call_is_sent_to_the_others():
+def test_sys_exit_call_is_reported_to_the_remaining_members():
     actions = judged().tell(WorkerQuit(worker("h:1"), 2, 3, "sys.exit(3)"))
     assert the(BreakWorld, actions).reason == because(
         ReasonKind.LOST_QUIT, worker="h:1#1", call="sys.exit(3)"

@@ -318,7 +318,7 @@ def test_snapshot_cost_grows_at_most_linearly_with_the_workers():
     )
 
 
-def test_snapshot_when_all_members_have_resumed_then_it_repeats_none_of_their_reports():
+def test_snapshot_when_all_members_have_resumed_then_contains_no_copy_of_their_reports():
     talk = running(6)
     assert b"copied_bytes" in take_snapshot(talk.m)  # in the story of the latest events
     talk.m.story.clear()

@@ -11,7 +11,7 @@ def cools(slot: int, ended: str = "exit code 1"):
     return because(ReasonKind.SLOT_COOLS, worker=f"h:{slot}#1", exit=ended, wait_s=1.0)
 
 
-async def test_first_exit_is_logged_at_once_and_the_others_together():
+async def test_first_exit_is_logged_at_once_and_later_ones_together():
     logged: list[tuple[str, str]] = []
     lines = ExitLines(lambda level, text: logged.append((level, text)))
     assert [lines.shares("warning", cools(slot)) for slot in range(16)] == [False] + [True] * 15
@@ -48,7 +48,7 @@ async def test_exits_at_startup_when_the_job_continues_then_each_is_logged_once(
     assert levels == ["warning"] * 2
 
 
-async def test_exits_in_a_world_when_the_job_fails_then_they_are_summarized():
+async def test_exits_in_a_world_when_the_job_fails_then_are_summarized():
     levels: list[str] = []
     lines = ExitLines(lambda level, text: levels.append(level))
     assert not lines.shares("warning", cools(0)) and lines.shares("warning", cools(1))

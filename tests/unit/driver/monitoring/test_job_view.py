@@ -213,7 +213,7 @@ def test_kill_outweighs_a_release():
     assert (known.stage, known.why, known.removed) == (Stage.KILLED, FROZEN, False)
 
 
-def test_broken_world_is_recovering_until_the_next_one():
+def test_broken_world_is_recovering_until_the_next_world():
     view = training(A, B)
     assert view.world is not None and view.trains
     view.note(events.WorkerExited(B, -9), [events.BreakWorld(1, [A], WHY)], 9.0)
@@ -239,7 +239,7 @@ def test_world_trains_if_a_member_is_in_elastic_run():
     ("elastic", "prepares", "stage"),
     [(True, True, Stage.CONNECTED), (False, False, Stage.IN_WORLD)],
 )
-def test_member_outside_elastic_run_when_the_job_is_elastic_then_it_does_not_train(
+def test_member_outside_elastic_run_when_the_job_is_elastic_then_does_not_train(
     elastic, prepares, stage
 ):
     view = JobView()
@@ -288,7 +288,7 @@ def test_commits_are_counted_within_and_across_generations():
     assert (view.durable, view.checkpoints, view.checkpoint_at) == (Commit(2, 4), 2, 9.0)
 
 
-def test_step_when_reported_with_a_commit_then_it_is_known_for_the_last_commits():
+def test_step_when_reported_with_a_commit_then_is_known_for_the_last_commits():
     view = training(A)
     happen(view, events.WorkerReady(A, 1, Commit(1, 3), STORE, step=30))
     happen(view, events.CheckpointMade(Commit(1, 5), 50))
@@ -329,7 +329,7 @@ def test_workers_when_adopted_outside_elastic_run_then_the_job_prepares():
     assert not view.prepares
 
 
-def test_commit_that_only_the_previous_driver_was_told_is_known_from_the_next_world():
+def test_commit_reported_only_to_the_previous_driver_is_known_from_the_next_world():
     view = JobView()
     view.adopt({A: (11, 0), B: (12, 1)}, 7, 50.0)
     decide(view, world(8, A, B, commit=Commit(7, 14)))
@@ -338,7 +338,7 @@ def test_commit_that_only_the_previous_driver_was_told_is_known_from_the_next_wo
     assert (view.newest, view.commits) == (Commit(7, 14), 14)
 
 
-def test_adopted_members_keep_their_ranks_if_others_have_exited():
+def test_adopted_members_keep_their_ranks_when_some_have_exited():
     view = JobView()
     view.adopt({A: (11, 3), B: (12, 1)}, 7, 50.0)
     assert list(view.ranks.items()) == [(B, 1), (A, 3)]

@@ -62,7 +62,7 @@ def test_names_of_late_islands_are_limited():
     assert len(late.islands) == ISLANDS and late.more
 
 
-def test_explain_when_islands_were_late_names_them_and_the_cost():
+def test_explain_when_islands_were_late_names_the_islands_and_the_cost():
     story = JobHistory(TimeSpent(JobView()))
     for at, each in REPORTS[:-1]:
         story.view.note(each, [], at)
@@ -78,7 +78,7 @@ def test_explain_when_islands_were_late_names_them_and_the_cost():
     recorded("explain", sentence(found))
 
 
-def test_page_when_islands_merge_has_a_row_for_each_of_them():
+def test_page_when_islands_merge_has_a_row_for_each_island():
     page = PageModel(TimeSpent(JobView()), name="gpt", command=["train.py"], least=2, most=4)
     for at, each in REPORTS[:-1]:
         page.view.note(each, [], at)

@@ -266,7 +266,7 @@ def test_newest_commit_and_the_commit_rate_are_shown():
     } <= lines(figures)
 
 
-def test_steps_and_samples_are_those_of_rank_0_without_script_changes():
+def test_steps_and_samples_are_counted_on_rank_0_without_script_changes():
     figures = training(A, B)
     for worker, steps, at in ((A, 100, 110.0), (B, 7, 111.0), (A, 150, 115.0)):
         commit = Commit(1, steps // 10)

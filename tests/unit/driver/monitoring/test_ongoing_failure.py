@@ -88,7 +88,9 @@ class FakeLoop:
 
 @pytest.mark.parametrize("apart_s", [0.01, 0.7, 1.1])
 @pytest.mark.parametrize("lost", [0, 3])
-def test_exceptions_and_exits_that_are_seconds_apart_have_one_line_each(monkeypatch, apart_s, lost):
+def test_exceptions_and_exits_seconds_apart_are_summarized_in_one_line_each(
+    monkeypatch, apart_s, lost
+):
     """Before elastic.run: a worker raises, exits seconds later, and the job ends with the last exit."""
     loop, view, ledger = FakeLoop(monkeypatch), begun(), TracebackLedger()
     sent: set[Worker] = set()

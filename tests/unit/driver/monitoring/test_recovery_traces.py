@@ -117,7 +117,7 @@ class Stuck(SpanExporter):
         return SpanExportResult.FAILURE
 
 
-def test_collector_that_accepts_nothing_blocks_neither_decisions_nor_the_end(monkeypatch):
+def test_unresponsive_collector_blocks_neither_decisions_nor_the_close(monkeypatch):
     monkeypatch.setattr(recovery_traces, "CLOSE_S", 0.05)
     stuck, log = Stuck(), []
     processor = BatchSpanProcessor(stuck, max_queue_size=16, max_export_batch_size=8)
@@ -158,5 +158,5 @@ def test_missing_exporter_is_logged(environ):
         RecoveryTraces("bert", environ, silent)
 
 
-def test_exporter_none_sends_nothing():
+def test_recovery_traces_with_exporter_none_close_without_an_error():
     RecoveryTraces("bert", {"OTEL_TRACES_EXPORTER": "none"}, silent).close()

@@ -68,7 +68,7 @@ def overdue(talk: WatchedConversation, request: Event) -> list[Action]:
 @pytest.mark.parametrize(
     "request_", [ScaleRequested(7, 1), RemoveRequested(7, worker("h:1"))], ids=["scaled", "removed"]
 )
-def test_removed_worker_when_it_is_killed_for_not_exiting_then_it_is_no_loss(request_):
+def test_removed_worker_when_killed_for_not_exiting_then_is_no_loss(request_):
     talk = WatchedConversation(2, workers_min=1)
     actions = overdue(talk, request_)
     recorded("log", log_of(actions))
@@ -78,13 +78,13 @@ def test_removed_worker_when_it_is_killed_for_not_exiting_then_it_is_no_loss(req
     assert talk.has_no_loss()
 
 
-def test_slot_of_a_killed_removed_worker_when_the_job_grows_then_it_is_used_without_a_cooldown():
+def test_slot_of_a_killed_removed_worker_when_the_job_grows_then_is_used_without_a_cooldown():
     talk = WatchedConversation(2, workers_min=1, slot_attempts=1)
     overdue(talk, ScaleRequested(7, 1))
     assert names(talk.tell(ScaleRequested(8, 2)), StartWorker) == ["h:1#2"]
 
 
-def test_starting_worker_when_it_is_not_needed_any_more_then_its_kill_is_no_loss():
+def test_starting_worker_when_no_longer_needed_then_its_kill_is_no_loss():
     talk = WatchedConversation(2, workers_min=1)
     talk.tell(hosts(h=3))
     assert names(talk.tell(ScaleRequested(7, 3))) == ["h:2#1"]
@@ -93,7 +93,7 @@ def test_starting_worker_when_it_is_not_needed_any_more_then_its_kill_is_no_loss
     assert talk.row("h:2")["state"] == "done" and talk.has_no_loss()
 
 
-def test_removed_worker_when_its_host_is_lost_then_it_is_no_loss():
+def test_removed_worker_when_its_host_is_lost_then_is_no_loss():
     talk = WatchedConversation(2, workers_min=1)
     talk.tell(hosts(h=2, g=1))
     talk.tell(ScaleRequested(7, 3))

@@ -34,7 +34,7 @@ def recoveries(entries: Iterable[Entry]) -> list[ReportRecovery]:
     return [each for each in reports if each.kind == "recovery"]
 
 
-def test_recovery_names_the_lost_shard_and_that_it_came_from_memory_of_its_host(entries):
+def test_recovery_reports_the_lost_shard_and_its_source_in_host_memory(entries):
     first, second = recoveries(entries)
     assert first.shards is not None and second.shards is not None
     assert (first.shards.shards, first.shards.copy_hosts, first.shards.lost) == (3, 0, (0,))

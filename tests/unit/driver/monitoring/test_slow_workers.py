@@ -35,7 +35,7 @@ class Job(ExplainedConversation):
         return facts
 
 
-def test_slow_worker_when_it_is_named_then_explain_has_its_speed_and_duration():
+def test_slow_worker_when_named_then_explain_has_its_speed_and_duration():
     job = Job()
     assert not job.found(FindingKind.SLOW)
     job.reports()
@@ -47,7 +47,7 @@ def test_slow_worker_when_it_is_named_then_explain_has_its_speed_and_duration():
     assert facts["others_wait"] == pytest.approx(0.6)
 
 
-def test_slow_worker_when_it_recovers_and_is_slow_again_then_the_periods_are_added():
+def test_slow_worker_when_slow_twice_then_the_periods_are_added():
     job = Job()
     for _ in range(2):
         job.reports()
@@ -59,7 +59,7 @@ def test_slow_worker_when_it_recovers_and_is_slow_again_then_the_periods_are_add
     assert 39.9 < facts["seconds"] < 40.2
 
 
-def test_slow_worker_when_it_is_lost_then_its_period_ends():
+def test_slow_worker_when_lost_then_its_period_ends():
     job = Job()
     job.reports()
     job.wait(20)
@@ -68,7 +68,7 @@ def test_slow_worker_when_it_is_lost_then_its_period_ends():
     assert job.slow["end"] == SlowEnd.LEFT.value and 19.9 < job.slow["seconds"] < 20.1
 
 
-def test_slow_worker_when_the_world_changes_then_its_speed_is_measured_anew():
+def test_slow_worker_when_the_world_changes_then_its_speed_is_measured_again():
     job = Job()
     job.reports()
     job.wait(20)
@@ -97,7 +97,7 @@ def test_slow_worker_when_a_minute_was_lost_then_there_is_an_advice():
     assert facts["worker"] == "h:1#1"
 
 
-def test_slow_worker_when_a_standby_replaces_it_then_explain_says_so():
+def test_slow_worker_when_replaced_by_a_standby_then_explain_reports_the_replacement():
     job = Job(standbys=1, replace_stragglers=True)
     job.connect("h:3")
     job.ready("h:3")

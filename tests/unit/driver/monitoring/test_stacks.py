@@ -15,7 +15,7 @@ TORCH = '  File "/x/site-packages/torch/graph.py", line 9 in backward\n'
 SCRIPT = '  File "/home/me/train.py", line 15 in train\n', '  File "train.py", line 3 in <module>\n'
 
 
-def test_frames_of_the_script_come_first_and_others_share_a_line():
+def test_frames_of_the_script_precede_library_frames_which_share_a_line():
     text = f"{TRAINING} 0x02 (most recent call first):\n{OURS}{TORCH}{SCRIPT[0]}{OURS}{SCRIPT[1]}"
     first, second, waits, others = training_stack(LINK + text).splitlines(keepends=True)
     assert (first, second) == SCRIPT
@@ -24,7 +24,7 @@ def test_frames_of_the_script_come_first_and_others_share_a_line():
     recorded("messages", others)
 
 
-def test_main_thread_which_comes_last_is_shown_without_a_name():
+def test_main_thread_at_the_end_of_the_text_is_shown_without_a_name():
     text = f"Current thread 0x0000000000000002 (most recent call first):\n{SCRIPT[0]}"
     assert training_stack(LINK + text).startswith(SCRIPT[0])
 

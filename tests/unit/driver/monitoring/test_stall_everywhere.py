@@ -106,7 +106,7 @@ def culprits_of(facts: dict) -> tuple[list[tuple[int, str, str]], float]:
 CULPRIT = [(1, "h:1#1", LINE)]
 
 
-def test_stall_is_shown_while_it_lasts():
+def test_ongoing_stall_is_shown_on_all_surfaces():
     job = Surfaces()
     job.loops(160.0)
     job.now(160.0)
@@ -143,7 +143,7 @@ def test_stall_is_shown_while_it_lasts():
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_stall_is_shown_after_it_ended_by_itself_or_by_a_kill(killed):
+def test_stall_is_shown_after_its_end_or_a_kill(killed):
     job = Surfaces()
     job.loops(160.0)
     job.now(159.0)

@@ -63,7 +63,7 @@ def ranks(stall: Stall | None) -> list[int]:
     return [culprit.rank for culprit in stall.culprits]
 
 
-def test_stall_starts_with_the_wait_of_the_others():
+def test_stall_starts_with_the_wait_of_the_remaining_ranks():
     stalls = held(world(A, B, C))
     assert stalls.waits_since == 120.0
     assert stalls.current(124.9) is None
@@ -75,7 +75,7 @@ def test_stall_starts_with_the_wait_of_the_others():
     assert stall.end is None
 
 
-def test_stall_that_ends_by_itself_is_kept_with_its_seconds_and_line():
+def test_ended_stall_is_kept_with_its_seconds_and_line():
     stalls = held(world(A, B, C))
     stalls.view.note(events.WorkerLocated(B, 1, "train.py:12"), [], 125.1)
     goes_on(stalls, A, 160.2)
@@ -92,7 +92,7 @@ def test_stall_that_ends_by_itself_is_kept_with_its_seconds_and_line():
     assert now(stalls, 206.0).culprits[0].worker == B
 
 
-def test_line_is_the_one_seen_most_often():
+def test_line_of_a_stall_is_the_most_frequent_one():
     """The last probe may show a later line, before the others have reported the end of their wait."""
     stalls = held(world(A, B, C))
     for at, line in ((125.0, "train.py:12"), (130.0, "train.py:12"), (160.1, "train.py:30")):
@@ -173,7 +173,7 @@ def test_progressing_ranks_of_another_process_set_are_no_culprits():
     assert ranks(stalls.current(129.0)) == [1]
 
 
-def test_no_rank_is_blamed_if_all_wait_and_large_collectives_get_longer():
+def test_no_rank_is_blamed_when_all_wait_until_one_is_killed_for_a_gpu_hang():
     stalls = world(A, B)
     waits(stalls, A, since=120.0)
     waits(stalls, B, since=122.0)
@@ -226,7 +226,7 @@ def test_frozen_culprit_has_its_reason():
     recorded("messages", now(stalls, 130.0).culprits[0].frozen)
 
 
-def test_restarted_driver_counts_the_whole_wait_once_it_is_reported_again():
+def test_restarted_driver_counts_the_whole_wait_once_reported_again():
     stalls = held(world(A, B, C))
     stalls.view.note(events.DriverRestarted(), [], 130.0)
     assert stalls.current(130.0) is None

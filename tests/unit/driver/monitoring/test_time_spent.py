@@ -138,7 +138,7 @@ def test_later_loss_is_not_attributed_to_workers_that_died_before():
     assert of(spent, B).lost == 0.0
 
 
-def test_work_since_the_newest_checkpoint_is_lost_if_all_die():
+def test_work_since_the_newest_checkpoint_is_lost_when_all_workers_die():
     spent = trains()
     spent.view.note(CheckpointMade(Commit(2, 5)), [], 144.0)
     broken(spent, A, 150.0)
@@ -148,7 +148,7 @@ def test_work_since_the_newest_checkpoint_is_lost_if_all_die():
     assert of(spent, A).lost == of(spent, B).lost == 6.0
 
 
-def test_all_training_is_lost_without_a_checkpoint():
+def test_all_training_is_lost_without_a_checkpoint_when_all_workers_die():
     spent = trains()
     broken(spent, A, 150.0)
     broken(spent, B, 150.0)
@@ -164,7 +164,7 @@ def test_worker_that_dies_without_a_report_trained_since_its_first_world():
     assert of(spent, A) == Seconds(training=2.5, joining=4.0)
 
 
-def test_workers_of_a_lost_host_end_with_it():
+def test_workers_of_a_lost_host_end_with_the_host():
     spent = trains()
     spent.view.note(HostLost("h", "gone"), [], 150.0)
     spent.view.note(TimePassed(), [], 190.0)
@@ -173,7 +173,7 @@ def test_workers_of_a_lost_host_end_with_it():
     assert len(spent.workers()) == 2
 
 
-def test_late_report_of_a_lost_host_counts_for_none_of_its_many_workers():
+def test_late_report_of_a_lost_host_counts_for_no_worker():
     spent = TimeSpent(JobView())
     workers = [Worker("h", slot) for slot in range(2 * time_spent.KEPT + 1)]
     spent.view.note(TimePassed(), [StartWorker(each, PLACE, WHY) for each in workers], 100.0)
@@ -183,7 +183,7 @@ def test_late_report_of_a_lost_host_counts_for_none_of_its_many_workers():
     assert (len(spent.running), spent.over) == (0, True)
 
 
-def test_worker_of_the_previous_driver_has_the_age_it_reports():
+def test_worker_of_the_previous_driver_has_its_reported_age():
     spent = TimeSpent(JobView())
     spent.view.note(WorkerSpent(A, 5, Times(training=70.0, joining=5.0), "training"), [], 20.0)
     spent.view.note(WorkerExited(A, 0), [], 30.0)
@@ -207,7 +207,7 @@ def test_thousands_of_exited_workers_are_aggregated(monkeypatch):
 # ---- the job -------------------------------------------------------------------------------------
 
 
-def test_job_is_in_one_state_after_another():
+def test_job_has_exactly_one_state_at_a_time():
     spent = trains()
     broken(spent, B, 150.0)
     spent.view.note(ready(A, 2), [published(3, A)], 151.0)
@@ -237,7 +237,7 @@ def test_change_lasts_from_the_first_stop_until_all_members_train():
     assert spent.stretches()["changing"] == 1.0
 
 
-def test_recovery_when_the_next_world_breaks_at_once_then_it_is_one():
+def test_recovery_when_the_next_world_breaks_at_once_then_counts_once():
     spent = trains()
     broken(spent, B, 150.0)
     spent.view.note(ready(A, 2), [published(3, A, C)], 151.0)
@@ -330,7 +330,7 @@ def test_stall_is_subtracted_from_each_workers_reported_activity():
     assert found.stalled == 40.0 and found.data <= 5.0 and age(found) == 90.0
 
 
-def test_report_in_the_first_seconds_of_a_stall_omits_nothing():
+def test_report_in_the_first_seconds_of_a_stall_omits_no_time():
     spent = trains()
     stalls(spent, A, 145.0)
     # one report before the stall is known
@@ -343,7 +343,7 @@ def test_report_in_the_first_seconds_of_a_stall_omits_nothing():
 
 
 @pytest.mark.parametrize("in_the_middle", [False, True])
-def test_wait_of_the_others_is_stalled_not_lost_when_the_culprit_is_killed(in_the_middle):
+def test_wait_for_a_killed_culprit_is_stalled_and_not_lost(in_the_middle):
     spent = trains()
     stalls(spent, A, 145.0)
     totals = Times(training=59.0, committing=1.0, joining=8.0)
@@ -430,7 +430,7 @@ def test_time_since_the_last_report_follows_the_mean_activity(doing):
     assert age(of(spent, A)) == pytest.approx(62.0)
 
 
-def test_worker_with_few_reports_is_assumed_to_behave_like_the_others():
+def test_worker_with_few_reports_is_assumed_to_behave_like_its_peers():
     totals = {"training": 38.0, "committing": 2.0}
     spent = reported(A, (150.0, "training", totals))
     first = Times(training=0.01, committing=0.09, joining=1.0)

@@ -133,7 +133,7 @@ async def test_second_timeline_waits_for_the_first_and_ignores_a_late_stop(t):
 
 
 @talk
-async def test_stop_is_answered_when_the_file_is_complete_although_all_records_have_arrived(t):
+async def test_stop_is_answered_only_when_the_timeline_file_is_complete(t):
     t.hello(A, B)
     t.hear(A, messages.TimelineWanted(1, str(t.path), False))
     t.hear(A, messages.TimelineUnwanted(2, 1))

@@ -46,7 +46,7 @@ def test_flag_to_pass_is_named():
     )
 
 
-def test_loopback_among_others_is_reported():
+def test_loopback_of_one_host_is_reported_when_the_remaining_hosts_have_networks():
     line = last_warning(a="127.0.0.1/8", b="10.0.0.6/24")
     recorded("messages", line)
 
@@ -68,7 +68,7 @@ def test_bridge_address_of_every_machine_is_reported():
     assert warning_of(agreement, "b", "172.17.0.1/16", "10.0.0.5") == ""
 
 
-def test_different_networks_are_reported_with_a_common_one():
+def test_different_networks_are_reported_when_a_common_network_exists():
     recorded(
         "messages",
         last_warning(

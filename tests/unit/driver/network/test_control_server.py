@@ -135,7 +135,7 @@ async def test_authenticated_peer_that_does_not_belong_here_receives_the_reason(
 
 
 @conversation
-async def test_world_when_it_is_sent_then_each_member_receives_its_own_place(driver):
+async def test_world_when_sent_then_each_member_receives_its_own_place(driver):
     places = {A: Place(0, 2, 0, 2, 0, 1), B: Place(1, 2, 1, 2, 0, 1)}
     peers = {worker: await driver.worker(worker) for worker in places}
     world = protocol.World(3, places[A], Address("h", 1), 0, None, "all are ready")
@@ -197,7 +197,7 @@ async def test_little_is_read_before_a_proof(driver):
 
 
 @conversation
-async def test_nothing_may_follow_the_answer_before_it_is_accepted(driver):
+async def test_message_after_the_answer_is_rejected_before_acceptance(driver):
     peer = await Peer.reach(driver.address)
     challenge = await peer.hear()
     mine = proof(SECRET, "worker", challenge.nonce, b"n" * 32, str(A))
@@ -229,7 +229,7 @@ async def test_worker_has_one_connection(driver):
 
 
 @conversation
-async def test_new_connection_may_follow_the_old_one_at_once(driver):
+async def test_new_connection_is_accepted_directly_after_the_old_one_is_closed(driver):
     for _ in range(20):
         peer = await driver.worker()
         peer.writer.close()
@@ -269,7 +269,7 @@ async def test_large_result_arrives_complete(driver):
 
 
 @conversation
-async def test_last_messages_are_received_before_the_loop_polls_them(driver):
+async def test_last_messages_are_received_before_the_loop_polls_the_socket(driver):
     peer = await driver.worker()
     digested = protocol.Digested(1, Commit(1, 2), digest=3)
     # From here on the loop does not run: the bytes wait in the socket, as when an exit is observed first.
@@ -349,7 +349,7 @@ async def test_broadcast_to_four_workers_is_fast(driver):
     assert min(times) < 1e-3
 
 
-def test_driver_on_uvloop_when_a_worker_connects_then_it_is_authenticated():
+def test_driver_on_uvloop_authenticates_a_worker():
     loop = pytest.importorskip("uvloop").new_event_loop()
     try:
         loop.run_until_complete(

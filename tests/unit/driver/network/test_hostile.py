@@ -51,14 +51,14 @@ needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="needs openssl")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1.5, pytest.param(10.0, marks=pytest.mark.nightly)])
-def test_short_run_of_the_fuzzer_finds_nothing(seconds):
+def test_short_run_of_the_fuzzer_has_no_findings(seconds):
     tallies, _ = command.fuzz(seconds, seed=11)
     assert [finding for tally in tallies for finding in tally.findings] == []
     assert all(tally.total > 5 for tally in tallies)
 
 
 @pytest.mark.slow
-def test_frame_truncated_to_nothing_is_a_heartbeat(monkeypatch):
+def test_frame_truncated_to_zero_bytes_is_a_heartbeat(monkeypatch):
     nothing = create_autospec(Inputs.spoilt, return_value=("cut off", b""))
     monkeypatch.setattr(Inputs, "spoilt", nothing)
     tallies, _ = command.fuzz(0.5, seed=11)
@@ -87,7 +87,7 @@ def test_fuzzer_finds_a_seal_without_a_sequence_number(monkeypatch):
 
 
 @pytest.mark.slow
-def test_fuzzer_finds_a_shared_key_of_all_connections(monkeypatch):
+def test_fuzzer_finds_a_key_shared_by_all_connections(monkeypatch):
     sealed = framing._tag
     monkeypatch.setattr(framing, "_tag", lambda key, number, body: sealed(b"k", number, body))
     _found(Streams, lambda streams: streams.tally, "a frame of another connection")
@@ -230,7 +230,7 @@ async def test_proof_for_one_server_is_invalid_for_another(driver):
         await other.close()
 
 
-def test_message_of_an_old_generation_changes_nothing():
+def test_message_of_an_old_generation_has_no_effect():
     """A message stolen from an authenticated worker could only be replayed by a worker, and is outdated by then."""
     talk = running(4)
     now = 2
@@ -300,7 +300,7 @@ def test_text_that_is_not_unicode_can_be_sent():
 # ---- cost ---------------------------------------------------------------------------------------------------------
 
 
-def test_excessive_lists_are_rejected_before_they_are_built():
+def test_excessive_lists_are_rejected_before_allocation():
     head = b"\x84\xa4type\xa6Traced\xa8timeline\x01\xa9offset_ns\x00\xa7records\xdd"
     many = 5_000_000
     body = head + many.to_bytes(4, "big") + b"\x95\xa0\xa0\xa0\0\0" * many  # 500 MB when decoded

@@ -115,7 +115,7 @@ def test_unreadable_hostfile_is_rejected(tmp_path):
     recorded("messages", refusal_of(read_hostfile, str(tmp_path / "empty")))
 
 
-def test_lists_are_formatted_as_they_are_written():
+def test_lists_are_formatted_in_the_notation_of_the_flag():
     assert show({"a": 1, "::1": 2}) == "a:1,[::1]:2"
     assert show({}) == "none"
     assert show({f"h{n}": 1 for n in range(10)}).endswith("h7:1 and 2 more")
@@ -179,7 +179,7 @@ def test_unresponsive_name_server_is_not_awaited():
     never.set()
 
 
-def test_known_name_is_not_resolved_again_but_a_failed_one_is():
+def test_known_name_is_not_resolved_again_but_a_failed_lookup_is_repeated():
     asked: list[str] = []
 
     def resolve(name: str) -> list[str]:

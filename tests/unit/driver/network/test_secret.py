@@ -63,7 +63,7 @@ def test_sources_of_the_secret(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o644, 0o601, 0o444])
-def test_file_accessible_to_others_is_rejected(tmp_path, mode):
+def test_file_accessible_to_other_users_is_rejected(tmp_path, mode):
     with pytest.raises(Invalid, match=f"mode {mode:o}.*chmod 600"):
         read_secret(written(tmp_path / "secret", mode=mode), {})
 
@@ -80,7 +80,7 @@ def test_file_mounted_by_kubernetes_may_be_readable_by_its_group(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", HEX[:-2], HEX + "0", "g" * 64, HEX[:32] + " " + HEX[32:], "é"]
 )
-def test_invalid_secret_is_rejected_without_repeating_it(tmp_path, text):
+def test_invalid_secret_is_rejected_without_repeating_the_secret(tmp_path, text):
     for given in (
         lambda: read_secret(written(tmp_path / "secret", text), {}),
         lambda: read_secret(None, {"ELASTIC_JOB_SECRET": text or "?"}),

@@ -71,7 +71,7 @@ def test_each_incarnation_has_its_own_lease():
     assert old not in leases and new in leases
 
 
-def test_process_without_a_lease_gets_none():
+def test_process_without_a_lease_gets_no_lease_by_a_sample():
     watch = watching()
     assert watch.look(5, "stranger") == ([], [])
     assert len(watch.leases) == 0

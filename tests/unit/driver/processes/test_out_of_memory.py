@@ -57,7 +57,7 @@ def test_unlimited_cgroup_has_no_limit(tmp_path, limit):
     assert OutOfMemory(tmp_path).limit_bytes() is None
 
 
-def test_machine_without_counters_reports_nothing(tmp_path):
+def test_machine_without_counters_reports_no_kill(tmp_path):
     memory = OutOfMemory(tmp_path)
     assert memory.look() == ""
     write(tmp_path, {"proc/vmstat": "oom_kill many\n"})
@@ -98,5 +98,5 @@ def test_available_memory_is_the_minimum_of_machine_and_cgroup(
     assert OutOfMemory(tmp_path).available_bytes() == 5_000_000 * 1024
 
 
-def test_available_memory_is_0_if_the_kernel_does_not_report_it(tmp_path):
+def test_available_memory_is_0_when_not_reported_by_the_kernel(tmp_path):
     assert OutOfMemory(tmp_path).available_bytes() == 0

@@ -91,7 +91,7 @@ def test_prefix_has_the_current_rank():
     recorded("messages", screen.shown())
 
 
-def test_timestamp_comes_first():
+def test_timestamp_precedes_the_prefix():
     screen = Screen(timestamps=True, clock=lambda: "noon")
     screen.output.feed(A, "stdout", b"x\n")
     assert screen.shown() == b"noon [0] x\n"
@@ -175,7 +175,7 @@ class Terminal:
             return bytes(self._written).splitlines()
 
 
-def test_blocked_terminal_blocks_nothing():
+def test_blocked_terminal_does_not_block_the_writer():
     terminal = Terminal()
     writer = WriterThread("stdout", failed=lambda text: None, limit=1000)
     for n in range(100):
@@ -197,7 +197,7 @@ def test_lines_beyond_a_slow_terminals_buffer_are_dropped_with_a_note():
     assert terminal.lines(12) == [b"first", notice, *(b"%099d" % n for n in range(15, 25))]
 
 
-def test_slow_reader_receives_everything_in_order_at_the_end_and_is_named_once(monkeypatch):
+def test_slow_reader_receives_all_lines_in_order_and_is_reported_once(monkeypatch):
     monkeypatch.setattr("elastic.driver.processes.output.REMIND_S", 0.0)
     terminal = Terminal()
     err = bytearray()
@@ -245,7 +245,7 @@ def test_streams_to_the_same_file_keep_their_order():
     recorded("log", terminal.lines(4))
 
 
-def test_missing_streams_accept_everything(tmp_path):
+def test_missing_streams_discard_output(tmp_path):
     stdout, stderr = write_both(None, None)
     stdout(b"lost")
     stderr(b"lost")

@@ -11,7 +11,7 @@ from elastic.driver.sinks import Sink
 from elastic.protocol.messages import Worker
 
 
-async def test_exception_follows_output_printed_before_it():
+async def test_exception_follows_output_printed_earlier():
     loop, sink, worker = asyncio.get_running_loop(), create_autospec(Sink), Worker("h", 0)
     (printed, stderr), (sent, diagnostics) = os.pipe(), os.pipe()
     first = Pipe(loop, printed, worker, "stderr", sink)

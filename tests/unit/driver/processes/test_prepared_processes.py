@@ -90,7 +90,7 @@ async def test_close_when_processes_do_not_die_then_each_is_reported_once_after_
     assert DEATH_S <= kept.now < DEATH_S + 1
 
 
-async def test_take_when_the_process_does_not_fit_then_it_is_killed_and_reaped_without_a_wait(
+async def test_take_when_the_process_does_not_fit_then_is_killed_and_reaped_without_a_wait(
     monkeypatch,
 ):
     kept = Kept(1, monkeypatch, dies_after_s=1.0)

@@ -148,7 +148,7 @@ def test_running_process_has_no_end_and_open_devices_are_found(monkeypatch):
         assert proc_stats.uses_devices(os.getpid())
 
 
-def test_device_is_open_while_any_thread_has_it(monkeypatch):
+def test_device_is_open_while_any_thread_uses_the_device(monkeypatch):
     ends = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # exit(2), which ends only this thread
     script = (
         "import ctypes, threading, time\n"

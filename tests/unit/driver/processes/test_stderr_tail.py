@@ -28,7 +28,7 @@ def encoded(message: Uncaught | StackOf | TrainingThread) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 
-def test_first_of_many_exceptions_is_shown_and_the_others_share_a_line():
+def test_first_of_many_exceptions_is_shown_and_later_ones_share_a_line():
     ledger = TracebackLedger()
     assert add(ledger, "3", BAD) == "folded\n"
     assert [add(ledger, str(rank), BAD) for rank in (0, 1, 2, 5, 7, 8)] == [""] * 6
@@ -77,7 +77,7 @@ def test_workers_without_a_rank_are_named_by_their_slots():
     assert "h:1, h:2" in ledger.rest()[0]
 
 
-def test_workers_when_they_had_one_rank_in_different_generations_then_they_are_named_by_slot():
+def test_workers_with_one_rank_in_different_generations_are_named_by_slot():
     ledger = TracebackLedger()
     for worker, name in ((A, "0"), (B, "0"), (Worker("h", 2), "1")):
         ledger.add(worker, name, BAD)
@@ -103,7 +103,7 @@ def written(*lines: bytes) -> bytes:
     return b"".join(line + b"\n" for line in lines)
 
 
-def test_stack_when_the_agent_names_a_thread_then_its_header_names_it():
+def test_stack_when_the_agent_names_a_thread_then_its_header_has_this_name():
     lines = DiagnosticLines()
     threads = [StackOf(7, "python", True), StackOf(8, "loader", False)]
     for thread in threads:
@@ -113,14 +113,14 @@ def test_stack_when_the_agent_names_a_thread_then_its_header_names_it():
     assert lines.add(B, written(*STACK_LINES)) == STACK_LINES
 
 
-def test_stack_when_a_thread_writes_none_then_its_header_is_omitted():
+def test_stack_when_a_thread_writes_no_frames_then_its_header_is_omitted():
     lines, native, python = DiagnosticLines(), StackOf(8, "native", False), StackOf(9, "py", False)
     found = lines.add(A, encoded(native) + encoded(python) + written(*STACK_LINES))
     assert found == [header_of(python).encode(), STACK_LINES[1]]
     assert lines.add(A, written(*STACK_LINES)) == STACK_LINES, "each header once"
 
 
-def test_training_thread_when_reported_then_it_is_known_until_the_worker_is_dropped():
+def test_training_thread_when_reported_then_is_known_until_the_worker_is_dropped():
     tails = StderrTails()
     assert tails.training_thread(A) is None
     tails.add(A, "diagnostics", encoded(TrainingThread(7)))

@@ -25,7 +25,7 @@ BUSY, WAITING = thread(4, state="R"), thread(5, state="D")
 THREADS = [WAITING, MAIN, TRAINING, BLOCKING, BUSY]
 
 
-def test_order_when_one_thread_is_wanted_then_it_is_the_only_one():
+def test_order_when_one_thread_is_wanted_then_contains_only_this_thread():
     assert in_order(THREADS, SIGNAL, 2, all_threads=False) == [TRAINING]
     assert in_order(THREADS, SIGNAL, 3, all_threads=False) == []
 
@@ -35,7 +35,7 @@ def test_order_when_all_are_wanted_then_the_first_leads_and_uninterruptible_ones
     assert in_order(THREADS, SIGNAL, 5, all_threads=True) == [MAIN, TRAINING, BUSY, WAITING]
 
 
-def test_signal_when_sent_to_a_thread_then_only_this_thread_receives_it():
+def test_signal_sent_to_a_thread_is_received_only_by_this_thread():
     number, received = signal.SIGRTMIN + 9, threading.Event()
     blocked, waiting = threading.Event(), threading.Event()
 
@@ -60,7 +60,7 @@ def test_signal_when_sent_to_a_thread_then_only_this_thread_receives_it():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-async def test_signals_when_a_thread_does_not_respond_then_later_ones_are_not_signalled(
+async def test_signals_when_a_thread_does_not_respond_then_later_threads_are_not_signalled(
     monkeypatch,
 ):
     monkeypatch.setattr("elastic.driver.processes.thread_stacks.STACKS_S", 0.0)
@@ -74,9 +74,7 @@ async def test_signals_when_a_thread_does_not_respond_then_later_ones_are_not_si
     assert (late, sent, announced) == (3, [1], [MAIN])
 
 
-async def test_signals_when_handlers_return_then_each_thread_receives_one_after_the_other(
-    monkeypatch,
-):
+async def test_signals_when_handlers_return_then_threads_are_signalled_in_turn(monkeypatch):
     """A handler is running while the signal is pending or blocked. A thread may end meanwhile."""
     looks: dict[int, list[ThreadStatus | None]] = {
         1: [thread(1, blocked=BIT), ThreadStatus(1, "python", "R", BIT, 0), MAIN, MAIN],

@@ -89,7 +89,7 @@ def test_worker_has_the_memory_of_all_its_gpus_and_the_rate_of_the_busiest(nvml,
     assert Gpus(nvml).used_by({os.getpid()}) == {os.getpid(): used}
 
 
-def test_process_in_a_workers_session_counts_for_it():
+def test_process_in_a_workers_session_counts_for_the_worker():
     session = subprocess.Popen(
         ["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True
     )

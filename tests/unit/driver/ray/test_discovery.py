@@ -82,7 +82,7 @@ def started(*, most: int = 3, resources: dict[str, float] = ONE, **rooms: int) -
     return bench
 
 
-def test_wanted_number_of_claims_is_made_and_the_placed_ones_are_listed():
+def test_requested_number_of_claims_is_made_and_placed_ones_are_listed():
     bench = WatchedDiscovery(FakeRay(aaaa=1, bbbb=1), ClusterRequest(3, ONE))
     assert bench.watched(bench.ray.tick, nothing) == [[], [(A, 1), (B, 1)]]
     assert bench.ray.said == ["make 0", "make 1", "make 2"]
@@ -139,7 +139,7 @@ def test_dead_node_loses_its_slots_and_ray_places_its_claims_elsewhere():
     assert bench.discovery.node_of(A) == "aaaa"
 
 
-def test_ray_outage_changes_nothing_and_is_logged_once():
+def test_ray_outage_does_not_change_the_hosts_and_is_logged_once():
     bench = started(aaaa=1, bbbb=2)
     ray = bench.ray
 
@@ -157,7 +157,7 @@ def test_ray_outage_changes_nothing_and_is_logged_once():
     ]
 
 
-def test_restarted_ray_without_state_changes_nothing():
+def test_restarted_ray_without_state_does_not_change_the_hosts():
     bench = started(aaaa=1, bbbb=2)
     groups, nodes = bench.ray.groups, bench.ray.table
 
@@ -199,7 +199,7 @@ def test_drained_host_stays_and_replacements_are_requested():
     assert bench.watched(bench.ray.tick, nothing) == [[(A, 1)], [(A, 1), (B, 1)]]
 
 
-def test_foreign_claims_are_left_alone():
+def test_claims_of_other_jobs_are_not_removed():
     ray = FakeRay(aaaa=9)
     for name in ("hvd-elastic:j2:0", "hvd-elastic:j:5:0", "hvd-elastic:j:x", "mine"):
         ray.make(name, ONE, {}, detached=False)
@@ -231,7 +231,7 @@ def test_gpus_of_a_host_are_reported_in_the_order_of_its_slots():
     assert bench.discovery.gpus_of("nowhere") == []
 
 
-def test_slot_with_several_gpus_has_them_all():
+def test_slot_with_several_gpus_has_all_of_its_gpus():
     bench = started(most=1, resources={"GPU": 2}, aaaa=1)
     assert bench.discovery.gpus_of(A) == ["aaaa000.0,aaaa000.1"]
 
@@ -357,14 +357,14 @@ def test_bundles_of_a_group_are_the_slots_and_stay_after_the_end():
     assert bench.ray.said == []
 
 
-def test_bundle_on_a_draining_node_is_no_slot_and_nothing_is_removed():
+def test_bundle_on_a_draining_node_is_no_slot_and_is_not_removed():
     bench = in_group(ONE, ONE, ONE)
     bench.place(3, 10)
     assert bench.watched(lambda: bench.ray.drain("aaaa"), nothing) == [[(A, 2), (B, 1)], [(B, 1)]]
     assert bench.ray.said == []
 
 
-def test_remaining_bundles_stay_slots_while_ray_places_the_others():
+def test_remaining_bundles_stay_slots_while_ray_places_lost_ones():
     bench = in_group(ONE, ONE, ONE, ONE)
     bench.place(4, 10)
     ray = bench.ray
@@ -436,7 +436,7 @@ async def test_query_in_progress_makes_no_claim_after_close():
     assert ray.live == {} and ray.said == []
 
 
-async def test_closing_while_claims_are_made_removes_those_made():
+async def test_closing_during_placement_removes_the_claims_already_made():
     bench = WatchedDiscovery(FakeRay(aaaa=1), ClusterRequest(3, ONE))
     ray, go_on, begun = bench.ray, threading.Event(), threading.Event()
     make = ray.make
@@ -454,7 +454,7 @@ async def test_closing_while_claims_are_made_removes_those_made():
 # ---- blocking calls
 
 
-def test_call_that_hangs_is_logged_and_no_others_queue_behind_it():
+def test_hanging_call_is_logged_and_no_further_calls_are_queued():
     bench = started(aaaa=1)
     ray, go_on, calls = bench.ray, threading.Event(), []
     nodes = ray.nodes
@@ -473,7 +473,7 @@ def test_call_that_hangs_is_logged_and_no_others_queue_behind_it():
     recorded("messages", over)
 
 
-async def test_calls_run_one_after_another_and_their_errors_are_raised():
+async def test_calls_run_sequentially_and_their_errors_are_raised():
     inside: list[int] = []
 
     def call(value: int) -> Callable[[], int]:

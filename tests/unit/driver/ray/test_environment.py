@@ -20,7 +20,7 @@ OF_RAY = {
 }
 
 
-def test_variables_set_by_ray_are_removed_and_others_kept():
+def test_variables_set_by_ray_are_removed_and_all_other_variables_kept():
     environ = {**OF_RAY, "HOME": "/h", "RAY_USE_TLS": "1", "RAY_TMPDIR": "/t"}
     kept = {"HOME": "/h", "RAY_USE_TLS": "1", "RAY_TMPDIR": "/t"}
     assert without_rays_own(environ, {}, {}) == kept
@@ -37,7 +37,7 @@ def test_breakpoint_of_the_user_is_restored():
     assert without_rays_own({"PYTHONBREAKPOINT": "my.debugger"}, {}, {}) != {}
 
 
-def test_thread_limits_of_the_nodes_owner_are_kept_and_those_of_ray_removed():
+def test_thread_limits_of_the_node_are_kept_and_ones_set_by_ray_removed():
     environ = {"OMP_NUM_THREADS": "1"}
     assert without_rays_own(environ, {}, {"OMP_NUM_THREADS": "1"}) == environ
     assert without_rays_own(environ, {}, {"OMP_NUM_THREADS": "8"}) == {}
@@ -62,7 +62,7 @@ def test_path_starts_with_the_actors_python():
     assert made({}, [])["PATH"] == "/venv/bin"
 
 
-def test_workers_import_what_the_actor_does_without_rays_internals():
+def test_workers_import_the_actors_modules_without_rays_internals():
     own = ["/lib.zip", "/lib", "/lib/lib-dynload", "/venv/site", "/src"]
     path = ["/venv/site/ray/thirdparty_files", "/pkg", "", *own, "/pkg", "/late"]
     modules = users_modules(path, own, "/venv/site/ray")
@@ -95,7 +95,7 @@ def test_user_files_do_not_precede_the_imports_of_an_agent():
     ]
 
 
-def test_environment_is_parsed_as_the_kernel_writes_it():
+def test_environment_block_of_the_kernel_is_parsed():
     block = b"A=1\0B=x=y\0broken\0C=\0raw=\xff\0"
     assert environ_of_bytes(block) == {"A": "1", "B": "x=y", "C": "", "raw": "\ufffd"}
 

@@ -345,7 +345,7 @@ async def test_change_of_leader_is_reported_once(tmp_path):
     recorded("messages", text)
 
 
-async def test_turn_whose_answer_was_lost_is_taken(tmp_path):
+async def test_writer_turn_whose_answer_was_lost_is_recognized_as_acquired(tmp_path):
     """Otherwise the driver would wait for itself."""
 
     def unheard(change: Callable[[], Any]) -> Any:
@@ -369,7 +369,7 @@ async def test_turn_whose_answer_was_lost_is_taken(tmp_path):
 # ---- deletion --------------------------------------------------------------------------------------------------------
 
 
-async def test_deletion_removes_one_job_and_keeps_the_others(tmp_path):
+async def test_deletion_removes_one_job_and_keeps_the_second(tmp_path):
     kept: dict[str, bytes] = {}
     for name in ("night", "night2"):
         archive = of(kept, job=name)

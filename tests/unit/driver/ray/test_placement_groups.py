@@ -48,13 +48,13 @@ def test_wanted_number_of_claims_is_made_at_first():
     assert (decision.seats, decision.make, decision.remove) == ({}, [], [])
 
 
-def test_placed_claims_are_slots_and_the_others_are_awaited():
+def test_placed_claims_are_slots_and_unplaced_ones_are_awaited():
     decision = PlacementGroupPool(3).decide([*on("b", 1, 0), *waiting(2)], UP)
     assert (decision.seats, decision.make, decision.remove) == ({"b": [0, 1]}, [], [])
     assert decision.placed == 2
 
 
-def test_node_of_the_oldest_claim_comes_first_and_new_ones_are_appended():
+def test_node_of_the_oldest_claim_is_first_and_new_nodes_are_appended():
     claims = PlacementGroupPool(4)
     decision = claims.decide([*on("b", 1), *on("a", 2), *waiting(0, 3)], UP)
     assert list(decision.seats) == ["b", "a"]
@@ -62,7 +62,7 @@ def test_node_of_the_oldest_claim_comes_first_and_new_ones_are_appended():
     assert list(decision.seats.items()) == [("b", [1, 3]), ("a", [2, 0])]
 
 
-def test_draining_node_loses_its_claims_and_others_are_made_at_once():
+def test_draining_node_loses_its_claims_and_replacements_are_made_at_once():
     claims = PlacementGroupPool(3)
     claims.decide([*on("a", 0, 1), *on("b", 2)], UP)
     decision = claims.decide([*on("a", 0, 1), *on("b", 2)], {"a": DRAINING, "b": ALIVE})
@@ -72,7 +72,7 @@ def test_draining_node_loses_its_claims_and_others_are_made_at_once():
     assert (decision.make, decision.remove, decision.drained) == ([], [0], [])
 
 
-def test_claim_to_be_removed_is_removed_wherever_it_is_placed_meanwhile():
+def test_claim_to_be_removed_is_removed_after_moving_to_another_node():
     claims = PlacementGroupPool(1)
     claims.decide(on("a", 0), {"a": DRAINING, "b": ALIVE})
     decision = claims.decide([*on("b", 0), *waiting(1)], {"a": DEAD, "b": ALIVE})
@@ -102,7 +102,7 @@ def test_unknown_node_has_no_slots():
     assert (decision.seats, decision.make, decision.remove) == ({}, [], [])
 
 
-def test_claim_removed_by_others_is_made_again_with_another_number():
+def test_claim_removed_externally_is_made_again_with_another_number():
     claims = PlacementGroupPool(2)
     claims.decide(on("a", 0, 1), UP)
     assert claims.decide([*missing(0), *on("a", 1)], UP).make == [2]
@@ -172,7 +172,7 @@ def test_drained_host_keeps_its_slots_and_replacements_are_requested():
     assert claims.decide([*found, *waiting(2)], UP).remove == [2]
 
 
-def test_claim_is_no_slot_before_everything_is_known_about_it():
+def test_claim_is_no_slot_before_its_gpus_are_known():
     claims = PlacementGroupPool(2)
     found = [Claim(0, ClaimStage.PLACED, "a", ready=False), *on("a", 1)]
     assert claims.decide(found, UP).seats == {"a": [1]}
@@ -182,7 +182,7 @@ def test_claim_is_no_slot_before_everything_is_known_about_it():
 
 
 @pytest.mark.parametrize(("found", "nodes"), [([], UP), (on("a", 0), {}), ([], {})])
-def test_empty_answer_changes_nothing(found, nodes):
+def test_empty_answer_does_not_change_the_claims(found, nodes):
     claims = PlacementGroupPool(2)
     claims.decide([*on("a", 0), *waiting(1)], UP)
     decision = claims.decide(found, nodes)

@@ -321,7 +321,7 @@ async def test_unresponsive_head_fails_the_start_in_time_and_late_actors_are_kil
         await until(lambda: bool(bench.fake.made) and not bench.fake.living, "making and killing")
 
 
-async def test_other_release_is_rejected_before_it_receives_anything(tmp_path):
+async def test_other_release_is_rejected_before_an_agent_is_created(tmp_path):
     async with bench_in(tmp_path) as bench:
         bench.fake.release = "0.0.1"
         text = await failure(bench.starter, bootstrap("alpha"))

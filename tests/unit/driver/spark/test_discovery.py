@@ -91,7 +91,7 @@ async def test_decommissioned_executor_is_left_out():
     await lists.aclose()
 
 
-async def test_unanswered_query_changes_nothing_and_is_logged_once():
+async def test_failed_query_does_not_change_the_hosts_and_is_logged_once():
     bench = Bench()
 
     def fail(executors: Collection[str]) -> set[str]:

@@ -29,7 +29,7 @@ def environ(given: dict[str, str], **settings: object) -> dict[str, str]:
     return agents_environ(given, **{**usual, **settings})
 
 
-def test_variables_of_sparks_process_are_removed_and_others_kept():
+def test_variables_of_sparks_process_are_removed_and_user_variables_kept():
     found = environ({**OF_SPARK, "SPARK_HOME": "/s", "HOME": "/h"})
     assert found == {
         "SPARK_HOME": "/s",
@@ -49,7 +49,7 @@ def test_modules_replace_the_path_of_sparks_process():
 @pytest.mark.parametrize(
     ("gpus", "seen"), [(None, "7"), ([], ""), (["0", "2"], "0,2"), (["1", "1"], "1")]
 )
-def test_gpus_are_those_that_spark_assigned(gpus, seen):
+def test_gpus_assigned_by_spark_are_visible(gpus, seen):
     assert environ({"CUDA_VISIBLE_DEVICES": "7"}, gpus=gpus)["CUDA_VISIBLE_DEVICES"] == seen
 
 

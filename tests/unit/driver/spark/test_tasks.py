@@ -50,7 +50,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(pyspark, "InheritableThread", threading.Thread)
 
 
-def test_barrier_stage_is_one_job_and_ends_once():
+def test_barrier_stage_is_one_spark_job_and_ends_once():
     ended = threading.Event()
     bench = Bench(ended.set, number=3, barrier=True)
     bench.tasks.begin(b"", b"call", threads=True)

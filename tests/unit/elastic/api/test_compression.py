@@ -13,7 +13,7 @@ def there_and_back(compression, tensor):
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, Compression.bf16])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64, torch.bool])
-def test_small_and_integer_tensors_travel_as_they_are(compression, dtype):
+def test_small_and_integer_tensors_are_not_cast(compression, dtype):
     tensor = torch.ones(3, dtype=dtype)
     wire, back = there_and_back(compression, tensor)
     assert wire is tensor
@@ -33,7 +33,7 @@ def test_floats_are_cast_and_cast_back(compression, wire_dtype, dtype):
     assert torch.equal(back, tensor)
 
 
-def test_none_changes_nothing():
+def test_compression_none_returns_the_same_tensor():
     tensor = torch.rand(5)
     wire, back = there_and_back(Compression.none, tensor)
     assert wire is tensor

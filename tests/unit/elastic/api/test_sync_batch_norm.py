@@ -52,7 +52,7 @@ def close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_in_a_world_of_one_it_is_torchs_layer(world):
+def test_sync_batch_norm_in_a_world_of_one_equals_torchs_layer(world):
     world.place = Place(0, 1, 0, 1, 0, 1)
     ours, theirs = trained(SyncBatchNorm(3), batch(4, 3, 2)), torch.nn.BatchNorm1d(3)
     assert all(map(torch.equal, ours, trained(theirs, batch(4, 3, 2))))
@@ -71,7 +71,7 @@ def test_evaluation_needs_no_world(monkeypatch):
     assert torch.equal(layer(batch(4, 3)), torch.nn.BatchNorm1d(3).eval()(batch(4, 3)))
 
 
-def test_beside_a_rank_that_joined_it_is_torchs_layer(world):
+def test_sync_batch_norm_beside_a_joined_rank_equals_torchs_layer(world):
     for shape in [(4, 3), (4, 3, 5), (2, 3, 4, 4), (2, 3, 2, 2, 2)]:
         kind = [torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d]
         theirs = kind[max(0, len(shape) - 3)](3)
@@ -84,7 +84,7 @@ def test_beside_a_rank_with_the_same_batch_statistics_do_not_change(world):
     close(ours, trained(torch.nn.BatchNorm1d(3, track_running_stats=False), batch(4, 3)))
 
 
-def test_one_small_message_each_way_under_a_name_of_the_width(world):
+def test_one_small_message_is_sent_in_each_direction(world):
     trained(SyncBatchNorm(3), batch(4, 3, 2))
     assert world.sent == [
         ("sync_batch_norm.forward.3", torch.float64, (3, 3), global_process_set),
@@ -103,7 +103,7 @@ def test_ranks_of_a_process_set_share_statistics(world, monkeypatch):
     assert [process_set for *_, process_set in world.sent] == [pair, pair]
 
 
-def test_it_is_one_of_torchs_batch_norms_and_takes_their_state(world):
+def test_sync_batch_norm_is_a_torch_batch_norm_and_loads_its_state(world):
     theirs = torch.nn.BatchNorm2d(3)
     trained(theirs, batch(4, 3, 2, 2))
     layer = SyncBatchNorm(3)
@@ -129,7 +129,7 @@ def test_a_constant_channel_stays_finite(world):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, of a break
 @pytest.mark.slow
-def test_a_compiled_model_may_contain_it(world):
+def test_compiled_model_may_contain_sync_batch_norm(world):
     layer = SyncBatchNorm(3)
     compiled: Any = torch.compile(
         torch.nn.Sequential(torch.nn.Linear(3, 3), layer, torch.nn.ReLU()), backend="aot_eager"
@@ -145,7 +145,7 @@ def test_a_compiled_model_may_contain_it(world):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_on_a_gpu_it_is_the_same(world, dtype):
+def test_sync_batch_norm_on_a_gpu_equals_torchs_layer(world, dtype):
     ours = trained(SyncBatchNorm(3).cuda(), batch(4, 3, 5, 5).to("cuda", dtype))
     theirs = trained(torch.nn.BatchNorm2d(3).cuda(), batch(4, 3, 5, 5).to("cuda", dtype))
     torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-1)

@@ -61,7 +61,7 @@ def digests(parts: dict[str, list[tuple[str, torch.Tensor]]]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_of_many_flips_in_one_replica_of_three_each_is_found_and_the_culprit_named():
+def test_each_flip_in_one_of_three_replicas_is_found_and_its_worker_named():
     assert parts_of(0)["model"][0][1].nbytes > WHOLE  # one that is folded
     draw = random.Random(5)
     good = digests(parts_of(0))
@@ -117,13 +117,13 @@ def trained_to_nan(*, flipped: int | None, bad_batch: int | None) -> list[object
     return actions
 
 
-def test_a_flip_that_has_spoilt_all_replicas_since_is_still_known_by_the_step_before():
+def test_flip_that_corrupted_all_replicas_is_found_by_the_step_before():
     assert trained_to_nan(flipped=1, bad_batch=None) == [
         ReplicasCorrupted(1, Commit(1, 2), [WORKERS[1]], 2)
     ]
 
 
-def test_nobody_is_blamed_for_a_batch_that_made_all_replicas_nan():
+def test_no_worker_is_blamed_when_a_batch_made_all_replicas_nan():
     assert trained_to_nan(flipped=None, bad_batch=1) == []
 
 
@@ -131,7 +131,7 @@ GOOD, BAD = torch.ones(3), torch.tensor([1.0, -torch.inf, 1.0])
 ZEROS, ONES = [("w", torch.zeros(2))], [("w", torch.ones(2))]
 
 
-def test_what_was_before_gradients_that_are_finite_again_is_forgotten():
+def test_first_non_finite_gradient_is_forgotten_once_all_are_finite():
     first = FirstNotFinite()
     first.look("0", [GOOD, BAD], ZEROS)
     found = first.digest()
@@ -141,7 +141,7 @@ def test_what_was_before_gradients_that_are_finite_again_is_forgotten():
     assert first.digest() is None and not first.lasts()
 
 
-def test_so_it_is_by_the_way_back_to_a_commit_that_was_made_before():
+def test_first_non_finite_gradient_is_forgotten_by_a_restore_of_an_earlier_commit():
     first = FirstNotFinite()
     first.saved()
     first.look("0", [BAD], ZEROS)
@@ -156,7 +156,7 @@ def test_so_it_is_by_the_way_back_to_a_commit_that_was_made_before():
     assert found is not None and first.digest() == found
 
 
-def test_a_newcomer_finds_what_the_others_do_or_they_say_nothing():
+def test_digest_of_a_non_finite_gradient_ignores_optimizer_numbers_and_old_plans():
     """Its optimizer has another number where each call of a function makes one; of an older plan it knows nothing."""
     old, new = FirstNotFinite(), FirstNotFinite()
     old.look("1", [BAD], ONES)
@@ -166,7 +166,7 @@ def test_a_newcomer_finds_what_the_others_do_or_they_say_nothing():
     assert old.digest() is None
 
 
-def test_of_gradients_that_were_not_finite_before_it_came_a_rank_notes_nothing():
+def test_rank_that_missed_the_beginning_has_no_digest_of_non_finite_gradients():
     first = FirstNotFinite()
     first.missed()
     first.look("gan", [GOOD], ZEROS)
@@ -203,7 +203,7 @@ def trouble(storage: Storage, name: CommitName) -> str:
 
 
 @pytest.mark.slow
-def test_of_many_flips_in_the_files_of_a_checkpoint_each_is_found(written):
+def test_every_drawn_bit_flip_in_checkpoint_files_is_found(written):
     storage, name, folder = written
     files = [*catalog.read(storage, name).files, manifest.MANIFEST]
     assert trouble(storage, name) == ""
@@ -219,7 +219,7 @@ def test_of_many_flips_in_the_files_of_a_checkpoint_each_is_found(written):
     assert trouble(storage, name) == ""
 
 
-def test_a_learning_rate_that_changed_in_the_manifest_is_found(written):
+def test_changed_learning_rate_in_the_manifest_is_found(written):
     storage, name, folder = written
     path = folder / manifest.MANIFEST
     changed = path.read_text().replace('"lr":0.01', '"lr":0.03')

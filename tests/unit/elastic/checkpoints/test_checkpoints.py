@@ -85,7 +85,7 @@ def same(one: TorchState, other: TorchState) -> bool:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_what_any_number_of_ranks_has_written_comes_back_bit_for_bit(tmp_path, size):
+def test_checkpoint_of_any_number_of_ranks_loads_bit_for_bit(tmp_path, size):
     storage, state = Storage(str(tmp_path)), trained(2)
     drawn = torch.randn(3), random.random()
     state.restore()  # the generators are where they were at the commit
@@ -99,7 +99,7 @@ def test_what_any_number_of_ranks_has_written_comes_back_bit_for_bit(tmp_path, s
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_reads_it_without_us(tmp_path):
+def test_torch_loads_a_checkpoint_without_this_package(tmp_path):
     storage, state = Storage(str(tmp_path / "all")), trained(2)
     written(storage, state, CommitName(1, 2, 30), size=3)
     folder = tmp_path / "all" / "r0001-g0002-c00000030"
@@ -115,7 +115,7 @@ def test_torch_reads_it_without_us(tmp_path):
     assert torch.equal(other.optimizer.state[other.model[0].weight]["exp_avg"], entry)
 
 
-def test_keys_that_torch_would_take_for_the_same_are_kept(tmp_path):
+def test_keys_with_equal_text_are_distinguished(tmp_path):
     """torch.distributed.checkpoint names values by their keys as text."""
     storage, state = Storage(str(tmp_path)), trained(2)
     state.best = {1: "a", "1": "b", "x": {2: "c", "2": "d"}}
@@ -128,7 +128,7 @@ def test_keys_that_torch_would_take_for_the_same_are_kept(tmp_path):
     assert torch.load(tmp_path / "all.pt", weights_only=False)["best"] == state.best
 
 
-def test_the_index_is_that_of_each_checkpoint(tmp_path):
+def test_index_of_each_checkpoint_matches_its_values(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     for number, best in enumerate([{"a": 1}, {"a": 2}, {"b": 2}, {"b": 2, "c": "longer"}]):
         state.best, state.epoch = best, number
@@ -153,7 +153,7 @@ def test_parameters_that_are_not_finite_are_found(dtype, odd):
     held.release()
 
 
-def test_what_is_held_stays_as_it_is_while_commits_go_on(tmp_path):
+def test_held_commit_is_unchanged_by_later_commits(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     before = state.model[0].weight.detach().clone()
     held = hold(state)
@@ -171,7 +171,7 @@ def test_what_is_held_stays_as_it_is_while_commits_go_on(tmp_path):
     assert state.epoch == 3 and torch.equal(state.model[0].weight, before + 1)
 
 
-def test_what_is_torn_is_passed_over(tmp_path):
+def test_incomplete_checkpoint_is_skipped(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     whole = written(storage, state, CommitName(1, 2, 30))
     held = hold(state)
@@ -186,7 +186,7 @@ def test_what_is_torn_is_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "manifest.json"])
-def test_a_flipped_bit_is_found_and_the_one_before_is_taken(tmp_path, capsys, file):
+def test_flipped_bit_is_found_and_the_previous_checkpoint_is_loaded(tmp_path, capsys, file):
     storage, state = Storage(str(tmp_path)), trained(2)
     written(storage, state, CommitName(1, 2, 30))
     written(storage, state, CommitName(1, 2, 40))
@@ -199,7 +199,7 @@ def test_a_flipped_bit_is_found_and_the_one_before_is_taken(tmp_path, capsys, fi
     recorded("output", capsys.readouterr().err)
 
 
-def test_where_nothing_can_be_read_training_does_not_begin_anew_by_itself(tmp_path):
+def test_unreadable_checkpoints_are_an_error_unless_a_fresh_run_is_requested(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     written(storage, state, CommitName(1, 2, 30))
     (tmp_path / "r0001-g0002-c00000030" / "__0_0.distcp").unlink()
@@ -209,7 +209,7 @@ def test_where_nothing_can_be_read_training_does_not_begin_anew_by_itself(tmp_pa
     assert resuming.load_newest(storage, fresh, trained(7)) is None
 
 
-def test_another_state_is_told_the_difference_and_stays_as_it_is(tmp_path):
+def test_different_state_is_refused_with_the_difference_and_not_modified(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     found = written(storage, state, CommitName(1, 2, 30))
     other = trained(7, width=30)
@@ -219,7 +219,7 @@ def test_another_state_is_told_the_difference_and_stays_as_it_is(tmp_path):
     assert torch.equal(other.model[0].weight, before)
 
 
-def test_who_computes_differently_goes_on_only_where_that_is_allowed(tmp_path, monkeypatch):
+def test_worker_with_different_arithmetic_resumes_only_when_allowed(tmp_path, monkeypatch):
     def state() -> TorchState:
         return TorchState(model=torch.nn.Linear(2, 1), shards=Shards(2))
 
@@ -235,7 +235,7 @@ def test_who_computes_differently_goes_on_only_where_that_is_allowed(tmp_path, m
     assert other.shards.inexact_since == 0
 
 
-def test_a_newer_version_is_refused(tmp_path):
+def test_checkpoint_of_a_newer_version_is_refused(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     written(storage, state, CommitName(1, 2, 30))
     path = tmp_path / "r0001-g0002-c00000030" / "manifest.json"
@@ -250,7 +250,7 @@ def test_a_newer_version_is_refused(tmp_path):
         resuming.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
 
 
-def test_what_is_not_wanted_any_more_is_not_written(tmp_path):
+def test_cancelled_checkpoint_writes_no_file(tmp_path):
     class Enough(Exception):
         pass
 
@@ -265,7 +265,7 @@ def test_what_is_not_wanted_any_more_is_not_written(tmp_path):
     assert storage.sizes("r0001-g0002-c00000030") == {}
 
 
-def test_old_ones_go_once_newer_ones_are_whole(tmp_path):
+def test_old_checkpoints_are_pruned_once_newer_ones_are_complete(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     for number in (10, 20, 30, 40):
         written(storage, state, CommitName(2, 1, number))
@@ -281,14 +281,14 @@ def test_old_ones_go_once_newer_ones_are_whole(tmp_path):
         catalog.chosen(storage, "7.7")
 
 
-def test_a_protocol_without_its_package_is_refused_before_anything_else():
+def test_protocol_without_its_package_is_refused():
     with raises(Invalid):
         Storage("gs://bucket/folder")
     with pytest.raises(Invalid, match="nonsense"):
         Storage("nonsense://folder")
 
 
-def test_a_url_with_one_slash_is_no_folder_of_that_name(tmp_path):
+def test_url_with_one_slash_is_refused(tmp_path):
     with raises(Invalid):
         Storage("s3:/bucket/folder")
     for path in ("./s3:/bucket", f"file:{tmp_path}", "a:/b", "runs/12:30"):
@@ -296,14 +296,14 @@ def test_a_url_with_one_slash_is_no_folder_of_that_name(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("s3fs") is None, reason="needs s3fs")
-def test_s3_is_not_waited_for_as_long_as_its_client_would(monkeypatch):
+def test_s3_timeouts_are_shortened_unless_configured_by_the_user(monkeypatch):
     opened = Storage("s3://bucket/folder")._fs
     assert opened.config_kwargs["connect_timeout"] + opened.config_kwargs["read_timeout"] < 10
     monkeypatch.setitem(fsspec.config.conf, "s3", {"anon": True})
     assert not Storage("s3://bucket/other")._fs.config_kwargs, "the user has said how"
 
 
-def test_a_storage_of_fsspec_keeps_the_same():
+def test_fsspec_storage_stores_and_loads_checkpoints():
     storage, state = Storage("memory://checkpoints"), trained(2)
     storage.prove_writable()
     found = written(storage, state, CommitName(1, 2, 30), size=2)
@@ -313,14 +313,14 @@ def test_a_storage_of_fsspec_keeps_the_same():
     assert catalog.prune(storage, 1) == []
 
 
-def test_each_job_on_a_folder_has_a_run_of_its_own(tmp_path):
+def test_each_job_on_a_folder_gets_its_own_run_number(tmp_path):
     for storage in (Storage(str(tmp_path / "all")), Storage("memory://claimed")):
         assert [catalog.claim_run(storage) for _ in range(3)] == [1, 2, 3]
         written(storage, trained(2), CommitName(7, 2, 30))
         assert catalog.claim_run(storage) == 8
 
 
-def test_a_commit_of_another_folder_is_where_training_begins(tmp_path):
+def test_training_begins_with_a_given_commit_of_another_folder(tmp_path):
     """Both folders are at their first run."""
     old, new = Storage(str(tmp_path / "old")), str(tmp_path / "new")
     written(old, trained(2), CommitName(1, 2, 30))
@@ -330,7 +330,7 @@ def test_a_commit_of_another_folder_is_where_training_begins(tmp_path):
     assert where == old.url and found is not None and same(state, trained(2))
 
 
-def test_who_else_writes_here_is_known_while_it_lives(tmp_path, monkeypatch):
+def test_other_writer_of_a_folder_is_reported_until_its_exit(tmp_path, monkeypatch):
     storage = Storage(str(tmp_path))
     assert catalog.writing_here(storage) is None
     catalog.claim_run(storage)

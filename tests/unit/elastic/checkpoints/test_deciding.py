@@ -37,12 +37,12 @@ values = some.recursive(
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # it times what a busy machine draws
 @given(values)
-def test_plain_data_comes_back_as_it_was(value):
+def test_plain_data_is_decoded_unchanged(value):
     back = decode(json.loads(json.dumps(encode(value))))
     assert back == value and repr(back) == repr(value)
 
 
-def test_other_kinds_are_refused_and_a_damaged_word_is_an_error():
+def test_unsupported_types_are_refused_and_corrupted_data_is_an_error():
     with pytest.raises(NotPlain, match="builtin_function"):
         encode({"f": max})
     kept = OrderedDict(a=Counter({3: 1}), b=float("inf"), c={1, 2}, d=frozenset({3}))
@@ -52,7 +52,7 @@ def test_other_kinds_are_refused_and_a_damaged_word_is_an_error():
             decode(text)
 
 
-def test_each_so_manieth_commit_is_written_if_the_one_before_is():
+def test_every_nth_commit_is_written_unless_a_write_is_in_progress():
     schedule = Schedule(10, None, 0.0)
     begun, busy = [], False
     for n in range(1, 61):
@@ -65,7 +65,7 @@ def test_each_so_manieth_commit_is_written_if_the_one_before_is():
     assert begun == [10, 20, 50, 60]
 
 
-def test_by_time_rank_0_names_a_commit_ahead_and_all_write_that_one():
+def test_timed_checkpoint_is_announced_by_rank_0_and_begun_by_all_at_the_same_commit():
     ranks = [Schedule(None, 60.0, 0.0) for _ in range(2)]
     steps = [
         ranks[0].at_commit(Commit(2, n), n * 1.0, leads=True, busy=False) for n in range(1, 61)
@@ -85,7 +85,7 @@ def test_by_time_rank_0_names_a_commit_ahead_and_all_write_that_one():
         )
 
 
-def test_who_hears_of_it_too_late_says_so_and_the_next_is_named_further_ahead():
+def test_late_announcement_is_refused_and_the_next_is_made_further_ahead():
     schedule = Schedule(None, 1.0, 0.0)
     for n in range(100):
         schedule.at_commit(Commit(2, n + 1), n * 0.01, leads=True, busy=False)
@@ -112,18 +112,18 @@ def begun_by_time(*, hastened: bool = False) -> tuple[Schedule, int]:
 
 
 @pytest.mark.parametrize("hastened", [False, True])
-def test_one_that_another_rank_heard_of_too_late_is_not_put_off_for_an_hour(hastened):
+def test_checkpoint_dropped_for_a_late_rank_is_retried_soon(hastened):
     schedule, asked = begun_by_time(hastened=hastened)
     schedule.dropped(asked, 2.1, again=True)
     assert schedule.at_commit(Commit(2, asked + 1), 3.0, leads=True, busy=False).ask is not None
 
 
-def test_one_that_a_changed_world_has_torn_is_not_put_off_for_an_hour():
+def test_checkpoint_interrupted_by_a_world_change_is_retried_soon():
     schedule, _ = begun_by_time()
     assert schedule.at_commit(Commit(3, 1), 3.0, leads=True, busy=False).ask is not None
 
 
-def test_one_that_is_written_or_can_not_be_is_not_asked_for_again_at_once():
+def test_completed_or_failed_checkpoint_is_not_requested_again_at_once():
     for written in (True, False):
         schedule, asked = begun_by_time()
         schedule.dropped(asked - 1, 2.1, again=True)  # an older one
@@ -134,7 +134,7 @@ def test_one_that_is_written_or_can_not_be_is_not_asked_for_again_at_once():
         assert schedule.at_commit(Commit(3, 1), 9.0, leads=True, busy=False) == Step()
 
 
-def test_that_an_older_one_is_off_does_not_stop_the_one_that_was_asked_for_since():
+def test_drop_of_an_older_checkpoint_does_not_cancel_a_newer_request():
     """On a busy machine words come late: rank 0 has asked for another one before it knew what became of the first."""
     schedule = Schedule(3, None, 0.0)
     steps = [schedule.at_commit(Commit(2, n), n * 1.0, leads=True, busy=False) for n in (1, 2)]
@@ -146,7 +146,7 @@ def test_that_an_older_one_is_off_does_not_stop_the_one_that_was_asked_for_since
     assert step == Step(begin=later + 3)
 
 
-def test_another_world_begins_from_nothing():
+def test_schedule_is_reset_in_another_world():
     schedule = Schedule(3, None, 0.0)
     for n in (1, 2):
         step = schedule.at_commit(Commit(2, n), n * 1.0, leads=True, busy=False)
@@ -156,7 +156,7 @@ def test_another_world_begins_from_nothing():
         assert step == Step()
 
 
-def test_how_often_is_said_in_time_or_commits():
+def test_checkpoint_interval_is_parsed_as_time_or_commits():
     assert options.parse_every("500commits") == (500, None)
     assert options.parse_every("10m") == (None, 600.0)
     for wrong in ("", "0s", "60", "fast", "-5s", "0commits", "nans"):
@@ -167,7 +167,7 @@ def test_how_often_is_said_in_time_or_commits():
         options.parse_from("/folder")
 
 
-def test_what_a_worker_is_told():
+def test_checkpoint_options_are_read_from_the_environment():
     assert options.read({}) is None
     found = options.read({options.DIR: "/c", options.EVERY: "5commits", options.RUN: "3"})
     assert found == options.CheckpointOptions("/c", 5, None, run=3)
@@ -175,13 +175,13 @@ def test_what_a_worker_is_told():
         options.read({options.DIR: "/c", options.KEEP: "0"})
 
 
-def test_names_are_in_the_order_in_which_commits_were_made():
+def test_commit_names_sort_by_the_order_of_commits():
     made = [CommitName(1, 9, 5), CommitName(2, 1, 100), CommitName(2, 2, 3)]
     assert sorted(reversed(made)) == made and [parse(str(name)) for name in made] == made
     assert parse("r1-g2-c3") is None and parse("lost+found") is None
 
 
-def test_nothing_goes_while_no_newer_one_is_proven():
+def test_old_checkpoints_are_superfluous_only_when_newer_ones_are_verified():
     names = [CommitName(1, 1, n) for n in range(1, 6)]
     assert superfluous(names, [], 1) == []
     assert superfluous(names, names[:2], 1) == names[:1]

@@ -37,7 +37,7 @@ def rt():
     return made
 
 
-def test_reading_is_storage(rt, monkeypatch, tmp_path):
+def test_reading_a_checkpoint_is_booked_as_storage(rt, monkeypatch, tmp_path):
     during: list[str] = []
     monkeypatch.setenv(options.DIR, str(tmp_path))
     monkeypatch.setattr(durable, "_resume", lambda rt, *rest: during.append(rt.account.part))
@@ -45,7 +45,7 @@ def test_reading_is_storage(rt, monkeypatch, tmp_path):
     assert (during, rt.account.part) == (["storage"], "joining")
 
 
-def test_whoever_reads_for_the_others_is_not_taken_for_stuck(rt, monkeypatch, tmp_path):
+def test_reading_the_first_checkpoint_is_a_long_phase(rt, monkeypatch, tmp_path):
     phases: list[str] = []
     seen: list[list[str]] = []
 
@@ -64,7 +64,7 @@ def test_whoever_reads_for_the_others_is_not_taken_for_stuck(rt, monkeypatch, tm
     assert (seen, phases) == ([["reading the checkpoint"]], [])
 
 
-def test_waiting_for_the_last_one_is_storage(rt):
+def test_waiting_for_the_last_checkpoint_is_booked_as_storage(rt):
     during: list[str] = []
 
     class Commits:
@@ -78,7 +78,7 @@ def test_waiting_for_the_last_one_is_storage(rt):
     assert (during, rt.account.part) == (["storage"], "joining")
 
 
-def test_what_is_known_of_gradients_goes_and_comes_back_with_the_state():
+def test_commit_and_step_back_are_forwarded_to_the_checkpoint_writer():
     session = Session(environment.read({}), None)
     log = CommitLog(session, create_autospec(ProgressCounter, instance=True))
     writer = log.durable = create_autospec(CheckpointWriter, instance=True)
@@ -89,7 +89,9 @@ def test_what_is_known_of_gradients_goes_and_comes_back_with_the_state():
 
 
 @pytest.mark.parametrize(("holders", "rank", "knows"), [(2, 1, True), (2, 2, False), (0, 1, False)])
-def test_it_is_forgotten_where_another_state_comes(rt, holders, rank, knows):
+def test_digest_of_non_finite_gradients_is_forgotten_when_the_state_is_replaced(
+    rt, holders, rank, knows
+):
     rt.commits = create_autospec(CommitLog, instance=True)
     rt.commits.durable = create_autospec(CheckpointWriter, instance=True)
     first = rt.first_not_finite = FirstNotFinite()
@@ -114,7 +116,7 @@ MEMORY, START = CommitId(3, 5), CommitId(0, 1)
     ],
     ids=["whole", "lost", "untrained", "no checkpoint", "first start", "no folder"],
 )
-def test_ranks_that_hold_no_whole_commit_of_a_training_read_a_checkpoint(
+def test_checkpoint_is_read_when_ranks_hold_no_whole_commit(
     rt, monkeypatch, tmp_path, commit, folder, there, reads
 ):
     held = () if commit is None else (HeldShard(commit, 1, 0, True),)
@@ -135,7 +137,7 @@ def test_ranks_that_hold_no_whole_commit_of_a_training_read_a_checkpoint(
 
 
 @pytest.mark.parametrize(("run", "reported"), [(3, True), (2, False)])
-def test_restored_commit_is_reported_if_it_is_of_this_run(run, reported):
+def test_restored_commit_is_reported_only_within_the_same_run(run, reported):
     """Numbers of commits begin anew in each run."""
     name = CommitName(run, 2, 20)
     manifest = create_autospec(Manifest, instance=True, values={"step": 17}, bytes=10)

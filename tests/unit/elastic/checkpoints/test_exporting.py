@@ -81,7 +81,7 @@ Write = Callable[..., Manifest]
 
 @KINDS
 @pytest.mark.parametrize("size", [1, 3])
-def test_an_exported_checkpoint_loads_into_plain_objects_which_train_on_alike(
+def test_exported_checkpoint_loads_into_plain_objects_that_train_equally(
     tmp_path: Any, write: Write, size: int
 ):
     storage, state = Storage(str(tmp_path)), trained()
@@ -105,9 +105,7 @@ def test_an_exported_checkpoint_loads_into_plain_objects_which_train_on_alike(
 
 
 @KINDS
-def test_groups_of_an_optimizer_are_those_of_the_manifest_whatever_the_layout_says(
-    tmp_path: Any, write: Write
-):
+def test_optimizer_groups_of_the_manifest_override_the_layout(tmp_path: Any, write: Write):
     storage, state = Storage(str(tmp_path)), trained()
     found = write(storage, state, NAME, 2)
     assert found.group_sizes == {"optimizer": [2, 2]}
@@ -130,7 +128,7 @@ def test_safetensors_have_the_models_names(tmp_path: Any, write: Write):
     assert all(torch.equal(each, theirs[key]) for key, each in net.state_dict().items())
 
 
-def test_names_of_several_models_begin_with_the_models(tmp_path: Any):
+def test_tensor_names_begin_with_the_model_when_several_are_exported(tmp_path: Any):
     safetensors = pytest.importorskip("safetensors.torch")
     storage = Storage(str(tmp_path))
     state = TorchState(one=torch.nn.Linear(2, 2), two=torch.nn.Linear(2, 2, bias=False))
@@ -140,7 +138,7 @@ def test_names_of_several_models_begin_with_the_models(tmp_path: Any):
     assert {*safetensors.load_file(file)} == {"one.weight", "one.bias", "two.weight"}
 
 
-def test_without_safetensors_or_a_model_the_file_is_refused_and_nothing_is_left(
+def test_export_without_safetensors_or_a_model_is_refused_and_leaves_no_file(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ):
     storage = Storage(str(tmp_path / "all"))
@@ -166,9 +164,7 @@ class OwnExtra(torch.nn.Linear):
 
 
 @KINDS
-def test_of_a_part_whose_python_values_are_pickled_the_tensors_are_exported(
-    tmp_path: Any, write: Write
-):
+def test_tensors_of_a_part_with_pickled_values_are_exported(tmp_path: Any, write: Write):
     storage = Storage(str(tmp_path))
     state = TorchState(model=OwnExtra(3, 4))
     state.commit()
@@ -191,7 +187,7 @@ def test_a_damaged_file_is_not_exported(tmp_path: Any, write: Write):
     assert not (tmp_path / "all.pt").exists()
 
 
-def test_the_command_exports_the_newest_or_the_commit_that_is_given(
+def test_command_exports_the_newest_or_the_given_commit(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -219,7 +215,7 @@ def test_the_command_exports_the_newest_or_the_commit_that_is_given(
 
 
 @pytest.mark.parametrize("out", ["all.npz", "all.safetensor", "all", "no/such/folder.pt"])
-def test_command_refuses_a_file_name_before_it_reads_anything(tmp_path: Any, out: str):
+def test_command_refuses_an_unsupported_file_name_before_reading(tmp_path: Any, out: str):
     with raises(Invalid):
         checkpoints_cli.main(["export", "no folder either", "--out", out])
 
@@ -255,7 +251,7 @@ def several(folder: Any, count: int) -> Storage:
     return storage
 
 
-def test_command_exports_the_next_checkpoint_if_a_job_removes_the_newest_one(
+def test_command_exports_the_next_checkpoint_when_the_newest_is_removed(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ):
     removing(several(tmp_path / "all", 3), monkeypatch, 1)
@@ -265,7 +261,7 @@ def test_command_exports_the_next_checkpoint_if_a_job_removes_the_newest_one(
 
 
 @pytest.mark.parametrize(("which", "count"), [("@g2c2", 3), ("", 7)])
-def test_command_fails_if_the_given_checkpoint_or_each_of_them_is_removed(
+def test_command_fails_when_the_given_checkpoint_or_all_are_removed(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, which: str, count: int
 ):
     removing(several(tmp_path / "all", count), monkeypatch, 5)

@@ -43,9 +43,7 @@ def by_definition(content: bytes) -> str:
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK, 5 * BLOCK + 77])
-def test_pieces_of_any_size_become_the_file_its_checksum_and_theirs(
-    tmp_path, monkeypatch, native, size
-):
+def test_file_written_in_pieces_has_the_content_and_checksums(tmp_path, monkeypatch, native, size):
     if not native:
         monkeypatch.setattr(native_library, "load", lambda: None)
     drawn = random.Random(size)
@@ -67,7 +65,7 @@ def test_pieces_of_any_size_become_the_file_its_checksum_and_theirs(
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_where_a_write_past_the_cache_is_refused_it_goes_through_it(tmp_path, monkeypatch):
+def test_refused_direct_write_falls_back_to_the_page_cache(tmp_path, monkeypatch):
     """As of a file system that wants memory in larger pages: none takes an odd address."""
     odd = memoryview(mmap.mmap(-1, 2 * BLOCK))[1 : BLOCK + 1]
     monkeypatch.setattr(checked, "_buffers", [odd])
@@ -78,7 +76,7 @@ def test_where_a_write_past_the_cache_is_refused_it_goes_through_it(tmp_path, mo
     assert checked._buffers == [odd], "it is there for the next file"
 
 
-def test_what_the_disk_refuses_is_an_error_and_leaves_nothing(tmp_path):
+def test_disk_error_is_raised_and_leaves_no_file(tmp_path):
     with raises(OSError), Storage(str(tmp_path)).writing("file") as file:
         assert isinstance(file, DirectFile)
         file._file.fd = -1
@@ -115,7 +113,7 @@ ODD = [  # with bytes of others in between, or none, or more to say than its byt
 
 @pytest.mark.filterwarnings("ignore:.*quantized", "ignore:TypedStorage", "ignore:Sparse")
 @pytest.mark.parametrize("tensor", PLAIN + ODD, ids=lambda each: f"{each.dtype} {[*each.shape]}")
-def test_a_tensor_is_written_as_torch_writes_it(tensor, monkeypatch):
+def test_tensor_file_has_the_same_content_as_one_of_torch(tensor, monkeypatch):
     save = torch.save
     by_torch = create_autospec(save, side_effect=save)
     monkeypatch.setattr(torch, "save", by_torch)
@@ -151,7 +149,7 @@ def another_torch(monkeypatch):
 
 
 @pytest.mark.usefixtures("another_torch")
-def test_a_torch_that_writes_in_another_way_does_so_itself(tmp_path):
+def test_tensor_is_saved_by_torch_when_its_format_is_unknown(tmp_path):
     with Storage(str(tmp_path)).writing("file") as file:
         tensor_file.write(torch.arange(5e4), file)
     assert torch.equal(torch.load(tmp_path / "file", weights_only=True), torch.arange(5e4))
@@ -161,14 +159,14 @@ def test_a_torch_that_writes_in_another_way_does_so_itself(tmp_path):
 
 
 @pytest.mark.usefixtures("another_torch")
-def test_and_what_ends_the_work_comes_through_it():
+def test_error_of_the_liveness_check_is_raised_during_a_write():
     in_vain = create_autospec(nobody_minds, side_effect=TimeoutError("in vain"))
     with raises(TimeoutError):
         tensor_file.write(torch.arange(5e4), CheckedFile(io.BytesIO(), in_vain))
     in_vain.assert_called_once()
 
 
-def test_a_tensor_whose_kind_torch_cannot_make_it_writes_itself(monkeypatch):
+def test_tensor_that_torch_cannot_allocate_empty_is_saved_by_torch(monkeypatch):
     monkeypatch.setattr(
         torch,
         "empty_strided",
@@ -184,7 +182,7 @@ def test_a_tensor_whose_kind_torch_cannot_make_it_writes_itself(monkeypatch):
     assert torch.equal(torch.load(found, weights_only=True), torch.arange(5.0))
 
 
-def test_buffer_and_fields_are_those_of_the_header():
+def test_block_size_and_fields_match_the_header():
     header = (ROOT / "native/file.h").read_text()
     block = re.search(r"kElasticBlock = (\d+) << (\d+)", header)
     assert block is not None and int(block[1]) << int(block[2]) == BLOCK
@@ -194,7 +192,7 @@ def test_buffer_and_fields_are_those_of_the_header():
     assert names == [name for name, _ in checked._NativeFile._fields_]
 
 
-def test_a_block_that_is_another_is_noticed_wherever_it_is():
+def test_swapped_blocks_change_the_checksum():
     content = os.urandom(2 * BLOCK)
     sums = BlockSums()
     sums.update(content[BLOCK:] + content[:BLOCK])

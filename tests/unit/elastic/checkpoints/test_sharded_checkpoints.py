@@ -70,7 +70,7 @@ def test_rows_of_any_number_of_ranks_are_read_by_any_other(
     assert all(torch.equal(whole[name], right[name]) for name in right)
 
 
-def test_replicated_tensors_and_values_are_loaded_as_of_any_state(tmp_path: Any):
+def test_replicated_tensors_and_values_are_loaded_from_a_sharded_checkpoint(tmp_path: Any):
     storage, state = Storage(str(tmp_path)), trained(2)
     found = written_by(storage, state, NAME, 3)
     other = trained(7)
@@ -82,7 +82,7 @@ def test_replicated_tensors_and_values_are_loaded_as_of_any_state(tmp_path: Any)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_reads_whole_tensors_without_us(tmp_path: Any):
+def test_torch_converts_a_sharded_checkpoint_without_elastic(tmp_path: Any):
     storage, state = Storage(str(tmp_path / "all")), trained(2)
     written_by(storage, state, NAME, 3)
     dcp_to_torch_save(tmp_path / "all" / str(NAME), tmp_path / "plain.pt")
@@ -108,9 +108,7 @@ def test_a_checkpoint_without_some_rows_is_not_sealed(tmp_path: Any):
 
 
 @pytest.mark.parametrize("damage", ["flip", "short", "gone"])
-def test_damaged_rows_are_noticed_by_the_rank_that_reads_them_and_by_no_other(
-    tmp_path: Any, damage: str
-):
+def test_corrupted_rows_are_found_only_by_the_rank_that_reads_them(tmp_path: Any, damage: str):
     storage, state = Storage(str(tmp_path)), trained(2)
     found = written_by(storage, state, NAME, 2)
     file = tmp_path / str(NAME) / "__1_2.distcp"
@@ -140,7 +138,7 @@ def test_damaged_rows_are_noticed_by_the_rank_that_reads_them_and_by_no_other(
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-def test_each_rank_says_which_of_its_rows_are_not_finite(tmp_path: Any, odd: float):
+def test_each_rank_reports_which_of_its_rows_are_not_finite(tmp_path: Any, odd: float):
     state = trained(2)
     with torch.no_grad():
         state.model[0].weight[6, 3] = odd

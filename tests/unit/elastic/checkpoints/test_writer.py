@@ -186,7 +186,7 @@ def test_the_last_commit_becomes_durable_when_the_function_returns(job):
     assert len(ranks.made) == made, "it is durable already"
 
 
-def test_what_is_being_written_at_the_end_is_not_written_twice(job):
+def test_checkpoint_in_progress_at_the_end_is_not_written_twice(job):
     ranks = job()
     ranks.commit(5)
     ranks.finish()
@@ -194,7 +194,7 @@ def test_what_is_being_written_at_the_end_is_not_written_twice(job):
     assert ranks.made == [Commit(2, 5)]
 
 
-def test_what_the_script_asks_for_is_the_very_next_commit(job):
+def test_checkpoint_requested_by_the_script_is_the_next_commit(job):
     ranks = job(every="manual")
     ranks.commit(5)
     for rank in ranks.writers:
@@ -205,7 +205,7 @@ def test_what_the_script_asks_for_is_the_very_next_commit(job):
     assert ranks.made == [Commit(2, 6)] and ranks.loaded().step == 6
 
 
-def test_what_the_script_asks_for_while_one_is_being_written_comes_a_little_later(job, broken):
+def test_checkpoint_requested_during_a_write_is_made_later(job, broken):
     ranks = job(every="manual")
     ranks.commit(2)
     broken.set()
@@ -218,7 +218,7 @@ def test_what_the_script_asks_for_while_one_is_being_written_comes_a_little_late
     assert ranks.made[0] == Commit(2, 3) and ranks.made[1] > Commit(2, 4)
 
 
-def test_one_that_asks_alone_does_not_stop_the_others_for_good(job):
+def test_request_of_one_rank_only_does_not_block_later_requests(job):
     ranks = job(every="manual")
     ranks.commit(2)
     ranks.writers[1].want()
@@ -239,7 +239,7 @@ def test_a_world_that_breaks_ends_the_wait(job, broken):
     assert not ending.is_alive() and not ranks.made
 
 
-def test_a_full_storage_fails_no_commit_and_is_tried_until_there_is_room(job, broken, capsys):
+def test_full_storage_fails_no_commit_and_is_retried(job, broken, capsys):
     ranks = job()
     broken.set()
     ranks.commit(8)
@@ -255,9 +255,7 @@ def test_a_full_storage_fails_no_commit_and_is_tried_until_there_is_room(job, br
 @pytest.mark.parametrize(
     "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 6))]
 )
-def test_whatever_fails_in_the_storage_the_last_commit_is_durable_and_whole_in_the_end(
-    job, monkeypatch, seed
-):
+def test_last_commit_is_durable_and_complete_despite_storage_failures(job, monkeypatch, seed):
     drawn = random.Random(seed)
     writing = Storage.writing
 
@@ -281,7 +279,7 @@ def test_whatever_fails_in_the_storage_the_last_commit_is_durable_and_whole_in_t
     assert torch.equal(ranks.loaded().model.weight, ranks.states[0].model.weight)
 
 
-def test_parameters_that_became_infinite_displace_no_checkpoint(job):
+def test_infinite_parameters_replace_no_checkpoint(job):
     ranks = job()
     ranks.commit(5)
     ranks.has(5)
@@ -298,7 +296,7 @@ def test_parameters_that_became_infinite_displace_no_checkpoint(job):
     ranks.has(15)
 
 
-def test_a_replica_that_alone_became_infinite_is_named(job):
+def test_single_replica_with_an_infinite_parameter_is_named(job):
     ranks = job()
     ranks.commit(5)
     ranks.has(5)
@@ -308,7 +306,7 @@ def test_a_replica_that_alone_became_infinite_is_named(job):
     assert ranks.damaged == [0] and ranks.made == [Commit(2, 5)]
 
 
-def test_whose_parameters_differed_before_all_gradients_became_nan_is_told_at_the_next_commit(job):
+def test_differing_replica_before_nan_gradients_is_reported_at_the_next_commit(job):
     ranks = job()
     ranks.commit(5)
     ranks.has(5)
@@ -324,7 +322,7 @@ def test_whose_parameters_differed_before_all_gradients_became_nan_is_told_at_th
     assert ranks.spoilt == [spoilt, spoilt], "the driver may be another one"
 
 
-def test_parameters_that_were_infinite_from_the_start_are_let_be(job):
+def test_parameters_infinite_from_the_start_are_accepted(job):
     ranks = job()
     for state in ranks.states:
         state.model.bias.data[0] = float("-inf")
@@ -344,7 +342,7 @@ def sharded(job, monkeypatch) -> Job:
     return ranks
 
 
-def test_of_sharded_parameters_each_rank_looks_at_its_rows(sharded):
+def test_each_rank_checks_its_rows_of_sharded_parameters(sharded):
     sharded.commit(5)
     sharded.has(5)
     before = sharded.states[0].model.weight.detach().clone()
@@ -361,7 +359,7 @@ def test_of_sharded_parameters_each_rank_looks_at_its_rows(sharded):
     assert sharded.newest().sharded
 
 
-def test_sharded_parameters_that_were_infinite_from_the_start_are_let_be(sharded):
+def test_sharded_parameters_infinite_from_the_start_are_accepted(sharded):
     for state in sharded.states:
         state.model.bias.data[29] = float("-inf")
     for number in (5, 10):
@@ -372,7 +370,7 @@ def test_sharded_parameters_that_were_infinite_from_the_start_are_let_be(sharded
 @pytest.mark.parametrize(
     "seed", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 20))]
 )
-def test_a_bit_that_flips_in_one_replica_is_found_before_the_next_checkpoint(job, seed):
+def test_bit_flip_in_one_replica_is_found_before_the_next_checkpoint(job, seed):
     drawn = random.Random(seed)
     ranks = job()
     ranks.commit(5)

@@ -42,7 +42,7 @@ def reduced(per_rank: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_it_is_the_formula_for_each_tensor_by_itself(size, dtype):
+def test_adasum_matches_its_formula_for_each_tensor(size, dtype):
     inputs = [[random(rank, shape, dtype) for shape in SHAPES] for rank in range(size)]
     results = reduced(inputs)
     for index, shape in enumerate(SHAPES):
@@ -62,7 +62,7 @@ def test_opposite_vectors_cancel():
     assert all(torch.equal(result, torch.zeros(300)) for (result,) in results)
 
 
-def test_zeros_add_nothing():
+def test_zero_vectors_do_not_change_the_result():
     vector, zeros = random(0, (300,)), torch.zeros(300)
     for order in itertools.permutations([vector, zeros, zeros, zeros]):
         assert all(torch.equal(result, vector) for (result,) in reduced([[each] for each in order]))
@@ -70,7 +70,7 @@ def test_zeros_add_nothing():
 
 
 @pytest.mark.parametrize("scale", [1e-200, 1e-35, 1e38])
-def test_the_length_of_vectors_does_not_matter(scale):
+def test_magnitude_of_vectors_does_not_affect_the_accuracy(scale):
     dtype = torch.float64 if scale < 1e-100 else torch.float32
     inputs = [random(rank, (300,), dtype) * scale / 100 for rank in range(2)]
     results = reduced([[each] for each in inputs])
@@ -82,7 +82,7 @@ def test_the_length_of_vectors_does_not_matter(scale):
     )
 
 
-def test_what_is_not_finite_is_seen_by_every_rank_and_stays_in_its_tensor():
+def test_non_finite_values_reach_every_rank_and_only_their_tensor():
     for bad in (float("inf"), float("nan")):
         inputs = [[torch.ones(500), torch.ones(300)] for _ in range(4)]
         inputs[2][0][7] = bad
@@ -104,12 +104,12 @@ def test_dtypes_may_be_mixed():
 
 
 @pytest.mark.parametrize("size", [0, 3, 5, 6, 7, 12])
-def test_a_number_of_ranks_that_is_no_power_of_two_is_refused(size):
+def test_rank_count_that_is_no_power_of_two_is_refused(size):
     with raises(Invalid, size):
         adasum.check(size)
 
 
-def test_nothing_is_sent_before_size_and_dtypes_are_checked():
+def test_size_and_dtypes_are_checked_before_any_message_is_sent():
     class Silent(LocalCollectives):
         size = 3  # and every call of a LocalCollectives returns at once
 
@@ -121,7 +121,7 @@ def test_nothing_is_sent_before_size_and_dtypes_are_checked():
     assert torch.equal(tensor, torch.ones(3))
 
 
-def test_a_broken_group_leaves_tensors_as_they_were():
+def test_broken_group_leaves_tensors_unchanged():
     group, other = fake.world(2)
     other.abort()
     tensor = torch.ones(300)
@@ -131,7 +131,7 @@ def test_a_broken_group_leaves_tensors_as_they_were():
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 64])
-def test_the_slices_of_all_ranks_make_up_the_vector(size):
+def test_slices_of_all_ranks_make_up_the_vector(size):
     starts = [adasum.slice_start(rank, size, 4 * size) for rank in range(size)]
     assert sorted(starts) == [4 * rank for rank in range(size)]
 
@@ -159,7 +159,7 @@ def test_a_rank_sends_no_more_than_in_an_allreduce():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_on_a_gpu_it_is_the_same(dtype):
+def test_adasum_on_a_gpu_matches_its_formula(dtype):
     inputs = [[random(rank, (n,), dtype).cuda() for n in (5, 3000)] for rank in range(4)]
     for results in reduced(inputs):
         for index, result in enumerate(results):

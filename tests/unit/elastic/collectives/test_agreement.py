@@ -36,7 +36,7 @@ def raise_at_once(group: FakeCollectives) -> None:
 
 
 @pytest.mark.parametrize("find", [raise_at_once, compare_commits])
-def test_no_rank_raises_before_the_others_have_found_the_error(find: Callable[[Any], None]):
+def test_no_rank_raises_before_all_ranks_have_found_the_error(find: Callable[[Any], None]):
     groups: list[Any] = world(2)
     waits = threading.Event()  # rank 0, for rank 1
     raised: dict[int, Exception] = {}
@@ -72,7 +72,7 @@ def test_no_rank_raises_before_the_others_have_found_the_error(find: Callable[[A
     assert all(group._calls == 2 for group in groups), "one collective finds, another one waits"
 
 
-def test_a_rank_whose_peer_is_lost_raises_all_the_same():
+def test_rank_whose_peer_is_lost_still_raises_the_error():
     first, second = world(2)
     second.abort()
     with pytest.raises(StateMismatch):

@@ -57,7 +57,7 @@ def test_ranks_of_one_host_share_memory():
     assert plan([rank_on("a", 1), rank_on("a", 2)]) == BackendSelection(Backend.SHARED, ((0, 1),))
 
 
-def test_one_rank_on_each_host_is_gloos_and_nothing_to_complain_about():
+def test_single_ranks_per_host_use_gloo_without_a_log_line():
     assert plan([rank_on("a"), rank_on("b")]) == BackendSelection(Backend.GLOO, ((0,), (1,)))
     assert plan([unable("a"), off("b")]) == BackendSelection(Backend.GLOO, ((0,), (1,)))
 
@@ -73,25 +73,25 @@ def test_hosts_may_have_unequally_many_ranks():
     assert decided == BackendSelection(Backend.HIERARCHY, ((0,), (1, 2)))
 
 
-def test_processes_that_can_not_find_each_other_are_on_two_hosts_which_is_logged():
+def test_ranks_in_different_pid_namespaces_count_as_different_hosts():
     containers = [rank_on("b"), rank_on("a", processes=1), rank_on("a", processes=2)]
     why = "ranks 1 and 2 run on one machine in different PID namespaces, as in two containers: run them in one"
     assert plan(containers) == BackendSelection(Backend.GLOO, ((0,), (1,), (2,)), why)
 
 
-def test_what_the_network_cuts_off_is_another_host():
+def test_rank_in_another_network_namespace_counts_as_another_host():
     decided = plan([rank_on("a", network=1), rank_on("a", network=2)])
     assert decided.backend is Backend.GLOO
     recorded("messages", decided.why)
 
 
-def test_containers_with_several_ranks_are_a_hierarchy_which_is_logged():
+def test_containers_with_several_ranks_are_a_hierarchy_with_a_reason():
     decided = plan([rank_on("a", processes=1 + rank // 2) for rank in range(4)])
     assert (decided.backend, decided.hosts) == (Backend.HIERARCHY, ((0, 1), (2, 3)))
     recorded("messages", decided.why)
 
 
-def test_containers_are_unchanged_if_it_is_turned_off():
+def test_containers_use_gloo_silently_when_shared_memory_is_turned_off():
     rows = [
         msgspec.structs.replace(off("a"), identity=rank_on("a", processes=n).identity)
         for n in (1, 2)
@@ -99,28 +99,28 @@ def test_containers_are_unchanged_if_it_is_turned_off():
     assert plan(rows) == BackendSelection(Backend.GLOO, ((0,), (1,)))
 
 
-def test_a_rank_without_support_disables_it_for_all_and_logs_the_reason():
+def test_rank_without_support_disables_shared_memory_for_all_with_a_reason():
     rows = [rank_on("a"), rank_on("a"), unable("a"), rank_on("b")]
     assert plan(rows) == BackendSelection(Backend.GLOO, ((0, 1, 2), (3,)), f"rank 2: {NO_ROOM}")
 
 
-def test_a_rank_alone_on_its_host_need_not_be_able():
+def test_single_rank_of_a_host_needs_no_shared_memory_support():
     rows = [rank_on("a"), rank_on("a"), unable("b")]
     assert plan(rows) == BackendSelection(Backend.HIERARCHY, ((0, 1), (2,)))
 
 
-def test_turned_off_everywhere_nothing_is_logged():
+def test_shared_memory_turned_off_on_all_ranks_is_not_logged():
     assert plan([off("a"), off("a")]) == BackendSelection(Backend.GLOO, ((0, 1),))
 
 
-def test_turned_off_on_one_rank_it_is_off_on_all():
+def test_shared_memory_turned_off_on_one_rank_is_off_on_all():
     why = "rank 2 has ELASTIC_NATIVE=0: set the same on all ranks"
     assert plan([rank_on("a"), rank_on("a"), off("b")]) == BackendSelection(
         Backend.GLOO, ((0, 1), (2,)), why
     )
 
 
-def test_ranks_of_a_host_run_as_one_user():
+def test_ranks_of_a_host_under_different_users_do_not_share_memory():
     rows = [rank_on("a"), as_user(rank_on("a"), 1001), as_user(rank_on("b"), 1002)]
     why = "rank 1 runs as user 1001, rank 0 as user 1000: run the ranks of a host as one user"
     assert plan(rows) == BackendSelection(Backend.GLOO, ((0, 1), (2,)), why)
@@ -131,7 +131,7 @@ def test_hosts_may_run_as_different_users():
     assert plan(rows).backend is Backend.HIERARCHY
 
 
-def test_a_rank_without_a_known_host_counts_as_alone_which_is_logged():
+def test_rank_without_a_known_host_counts_as_a_separate_host_and_is_logged():
     said = f"rank 1: {NOWHERE.why_not}"
     assert plan([NOWHERE, NOWHERE]) == BackendSelection(
         Backend.GLOO, ((0,), (1,)), said.replace("1", "0")
@@ -140,7 +140,7 @@ def test_a_rank_without_a_known_host_counts_as_alone_which_is_logged():
     assert plan([rank_on("a"), rank_on("a"), NOWHERE]).backend is Backend.HIERARCHY
 
 
-def test_no_host_has_more_than_the_native_group_takes():
+def test_more_than_64_ranks_of_a_host_do_not_share_memory():
     assert plan([rank_on("a", pid) for pid in range(64)]).backend is Backend.SHARED
     decided = plan([rank_on("a", pid) for pid in range(65)])
     assert decided.backend is Backend.GLOO

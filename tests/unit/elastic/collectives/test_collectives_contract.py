@@ -40,7 +40,7 @@ def connecting(size: int, device_type: str) -> group_factory.ConnectingGroup:
     return groups.connecting(store, 0, size, timeout_s=1.0, device_type=device_type)
 
 
-def test_a_group_of_one_needs_neither_store_nor_backend():
+def test_group_of_one_needs_neither_store_nor_backend():
     assert isinstance(connecting(1, "meta").connect(), LocalCollectives)
 
 

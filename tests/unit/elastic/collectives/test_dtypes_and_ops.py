@@ -24,7 +24,7 @@ def test_half_precision_is_rounded_once(dtype):
 
 
 @pytest.mark.parametrize("op", [Op.MIN, Op.MAX, Op.SUM, Op.PRODUCT])
-def test_what_is_no_number_on_one_rank_is_none_in_the_result(op):
+def test_nan_on_one_rank_is_nan_in_the_result(op):
     for rank in range(3):
         parts = torch.ones(3, 1)
         parts[rank] = math.nan

@@ -137,7 +137,7 @@ def test_a_collective_that_torch_gave_up_has_not_ended_before_its_kernel(nccl):
     assert nccl.group.ended(5.0)
 
 
-def test_a_completed_collective_orders_the_stream_behind_it(nccl):
+def test_completed_collective_orders_the_stream(nccl):
     work = nccl.group.allreduce(torch.ones(3), Op.SUM)
     assert not work.done()
     nccl.kernel.completed = True
@@ -174,7 +174,7 @@ def test_an_abort_wakes_waiters_and_runs_in_a_separate_thread(nccl):
     nccl.group.close()
 
 
-def test_what_nccl_reports_breaks_the_group(nccl):
+def test_reported_nccl_error_breaks_the_group(nccl):
     work = nccl.group.allreduce(torch.ones(3), Op.SUM)
     nccl.kernel.completed, nccl.kernel.error = (
         True,
@@ -193,7 +193,7 @@ def test_a_collective_that_hangs_ends_at_the_timeout(nccl):
         work.wait()
 
 
-def test_16_bit_integers_travel_as_32_bit_ones(nccl):
+def test_int16_is_reduced_as_int32(nccl):
     tensor = torch.ones(3, dtype=torch.int16)
     work = nccl.group.allreduce(tensor, Op.SUM)
     (wide,) = nccl.backend.reduced
@@ -207,7 +207,7 @@ def test_16_bit_integers_travel_as_32_bit_ones(nccl):
 @pytest.mark.parametrize(
     ("op", "chosen"), [(Op.MIN, torch.amin), (Op.MAX, torch.amax)], ids=["min", "max"]
 )
-def test_nan_wins_though_nccl_loses_it(nccl, op, chosen):
+def test_nan_survives_min_and_max_over_nccl(nccl, op, chosen):
     mine, other = torch.tensor([1.0, math.nan, -0.0]), torch.tensor([math.nan, 2.0, 0.0])
     works = [nccl.group.allreduce(tensor, op, 2.0) for tensor in (mine, other)]
     keys = nccl.backend.reduced
@@ -218,7 +218,7 @@ def test_nan_wins_though_nccl_loses_it(nccl, op, chosen):
     recorded("messages", str(mine.tolist()), -0.0 if op is Op.MIN else 0.0)
 
 
-def test_what_nccl_cannot_reduce_is_refused(nccl):
+def test_unsupported_dtypes_and_operations_of_nccl_are_refused(nccl):
     with pytest.raises(TypeError, match="bool"):
         nccl.group.allreduce(torch.ones(3, dtype=torch.bool), Op.SUM)
     with pytest.raises(ValueError, match="SUM"):
@@ -275,7 +275,7 @@ def test_a_group_is_connected_when_its_first_collective_is_done(monkeypatch):
     assert [each.numel() for each in torchs.backend.reduced] == [1]
 
 
-def test_a_communicator_that_torch_makes_after_the_abort_is_aborted_too(monkeypatch):
+def test_communicator_created_after_the_abort_is_aborted_too(monkeypatch):
     torchs = Building(monkeypatch)
     torchs.connect.start()
     assert torchs.connecting.wait(10.0)
@@ -287,7 +287,7 @@ def test_a_communicator_that_torch_makes_after_the_abort_is_aborted_too(monkeypa
     assert len(torchs.backend.aborted_in) == 2
 
 
-def test_making_a_group_leaves_the_environment_alone(monkeypatch):
+def test_creating_a_group_does_not_change_the_environment(monkeypatch):
     torchs = Building(monkeypatch)
     torchs.backend.kernel.completed = True
     before = dict(os.environ)
@@ -338,7 +338,7 @@ def revocable(nccl, monkeypatch) -> Revocable:
     return Revocable(nccl, monkeypatch)
 
 
-def test_an_abort_ends_the_kernels_and_frees_nothing_before_the_group_is_closed(revocable):
+def test_abort_ends_kernels_but_frees_the_communicator_only_at_close(revocable):
     group = revocable.group
     work = group.allreduce(torch.ones(3), Op.SUM)
     group.abort()
@@ -375,7 +375,7 @@ def test_a_kernel_that_outlives_a_revoke_is_aborted(revocable):
     assert revocable.asked[:2] == ["revoke", "abort"]
 
 
-def test_an_error_that_nccl_has_noticed_frees_nothing_either(revocable):
+def test_detected_nccl_error_revokes_without_freeing_the_communicator(revocable):
     """Torch's own wait would abort the communicator in the waiting thread."""
     work = revocable.group.allreduce(torch.ones(3), Op.SUM)
     revocable.nccl.kernel.completed, revocable.error = True, 6
@@ -402,7 +402,7 @@ def test_a_freed_communicator_is_not_queried(revocable):
     assert revocable.asked.count("revoke") == 1
 
 
-def test_a_group_that_can_not_be_freed_delays_others_at_most_for_the_limit(revocable):
+def test_communicator_that_cannot_be_freed_delays_close_only_up_to_the_limit(revocable):
     stuck = threading.Event()
     revocable.nccl.backend.torchs.abort.side_effect = lambda: stuck.wait(30)
     revocable.group.close(0.05)
@@ -411,7 +411,7 @@ def test_a_group_that_can_not_be_freed_delays_others_at_most_for_the_limit(revoc
     assert revocable.group.freed(5.0)
 
 
-def test_what_was_connected_only_after_the_group_was_closed_is_freed_too(monkeypatch):
+def test_communicator_connected_after_close_is_freed(monkeypatch):
     torchs = Building(monkeypatch)
     monkeypatch.setattr("elastic.collectives.nccl._revocable", lambda backend: Revocable.POINTER)
     monkeypatch.setattr(
@@ -427,7 +427,7 @@ def test_what_was_connected_only_after_the_group_was_closed_is_freed_too(monkeyp
     assert len(torchs.backend.aborted_in) > aborted
 
 
-def test_a_group_that_broke_while_it_was_connected_is_revoked_where_it_can_be(monkeypatch):
+def test_group_aborted_while_connecting_is_revoked_when_supported(monkeypatch):
     """A peer may have been faster, and be in the first collective."""
     torchs = Building(monkeypatch)
     monkeypatch.setattr("elastic.collectives.nccl._revocable", lambda backend: Revocable.POINTER)
@@ -449,7 +449,7 @@ def test_a_group_that_broke_while_it_was_connected_is_revoked_where_it_can_be(mo
 # ---- streams that follow a collective ------------------------------------------------------------------------------
 
 
-def test_follow_orders_the_stream_and_waits_for_nothing_else(nccl):
+def test_follow_orders_the_stream_without_waiting_for_the_kernel(nccl):
     tensor = torch.ones(3)
     work = nccl.group.allreduce(tensor, Op.SUM, scale=0.5)
     work.follow()
@@ -466,7 +466,7 @@ def test_settle_returns_once_the_last_followed_collective_has_ended(nccl):
     nccl.group.settle()
 
 
-def test_settle_raises_where_an_abort_ended_a_followed_collective(nccl):
+def test_settle_raises_after_an_abort_of_a_followed_collective(nccl):
     nccl.group.allreduce(torch.ones(3), Op.SUM).follow()
     nccl.group.abort()
     assert nccl.group.drain(5.0) and nccl.kernel.completed
@@ -497,7 +497,7 @@ def test_followed_since_is_the_launch_of_the_oldest_collective_under_way(nccl):
     assert nccl.group.followed_since() is None
 
 
-def test_kernel_that_outlives_an_abort_is_not_followed_as_if_it_waited_for_peers(nccl):
+def test_kernel_that_outlives_an_abort_does_not_count_as_followed(nccl):
     nccl.group.allreduce(torch.ones(3), Op.SUM).follow()
     nccl.backend.torchs.abort.side_effect = None  # the kernel does not end
     nccl.group.abort()
@@ -532,7 +532,7 @@ def test_followed_collective_that_does_not_end_fails_the_group_at_its_limit(nccl
         nccl.group.settle()
 
 
-def test_limit_of_a_followed_collective_begins_when_the_one_before_it_has_ended(nccl, monkeypatch):
+def test_limit_of_a_followed_collective_starts_at_the_end_of_the_previous_one(nccl, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     kernels = [Kernel(), Kernel()]
@@ -573,7 +573,7 @@ def test_nccl_scales_sums_of_sharded_models(nccl, monkeypatch, scatters, scale, 
         assert options.reduceOp == op
 
 
-def test_several_tensors_are_one_launch_that_ends_even_if_a_call_raises(nccl):
+def test_several_tensors_are_one_launch_that_ends_even_when_a_call_raises(nccl):
     order: list[str] = []
     torchs = nccl.backend.torchs
     torchs._start_coalescing = lambda: order.append("start")
@@ -608,7 +608,7 @@ def kernels(nccl) -> list[Kernel]:
     return kernels
 
 
-def test_it_reports_how_many_are_launched_have_arrived_and_have_ended(nccl, kernels):
+def test_counts_report_launched_arrived_and_ended_collectives(nccl, kernels):
     events = MadeUpEvent.made
     assert nccl.group.counts()[:3] == (5, 0, 0)
     for event in events[:4]:
@@ -622,7 +622,7 @@ def test_it_reports_how_many_are_launched_have_arrived_and_have_ended(nccl, kern
     assert nccl.group.counts()[:3] == (5, 5, 5)
 
 
-def test_an_event_is_recorded_before_its_collective_and_used_again(nccl, kernels):
+def test_events_are_recorded_before_their_collectives_and_reused(nccl, kernels):
     kernels[0].completed = kernels[1].completed = True
     more = [Kernel() for _ in range(2)]
     nccl.backend.torchs.allreduce.side_effect = [each.work for each in more]
@@ -634,12 +634,12 @@ def test_an_event_is_recorded_before_its_collective_and_used_again(nccl, kernels
     assert nccl.group.counts()[:3] == (7, 2, 2)
 
 
-def test_a_device_that_answers_with_an_error_is_a_value_too(nccl, kernels):
+def test_error_of_a_device_query_is_returned_as_a_value(nccl, kernels):
     MadeUpEvent.made[0].query.side_effect = RuntimeError("CUDA error: an illegal memory access")
     assert nccl.group.counts() == (5, 0, 0, 0.0, True)
 
 
-def test_it_remembers_the_longest_way_from_a_launch_to_the_gpu(nccl, kernels, monkeypatch):
+def test_counts_report_the_longest_time_from_launch_to_arrival(nccl, kernels, monkeypatch):
     began = nccl.group._under_way[0].launched_at
     monkeypatch.setattr(time, "monotonic", lambda: began + 20.0)
     assert nccl.group.counts().took_s == 0.0

@@ -60,7 +60,7 @@ class ThreadsGroup:
 
 
 @pytest.mark.parametrize("lengths", [(0, 3, 10), (0, 8000, 9000), (20_000, 1, 8150)])
-def test_every_rank_gets_the_objects_of_all_and_roots(lengths):
+def test_every_rank_gets_the_objects_of_all_ranks_and_of_the_root(lengths):
     values = [["x" * length, rank] for rank, length in enumerate(lengths)]
     shared: dict[str, Any] = {}
     met = threading.Barrier(3)
@@ -116,7 +116,7 @@ def test_distant_ranks_are_connected_for_a_long_value(more):
 
 
 @pytest.mark.parametrize("distant", [False, True])
-def test_a_flag_of_any_rank_is_set_on_all(distant):
+def test_flag_of_any_rank_is_set_on_all_ranks(distant):
     def run(rank: int, threads: ThreadsGroup) -> Any:
         group: Any = DistantGroup(rank, 3, threads.start, never) if distant else threads
         return object_exchange.any_of(group, [rank == 0, rank > 3])

@@ -43,20 +43,20 @@ def elsewhere(work: Any) -> Any:
     return box[0]
 
 
-def test_a_rank_that_joins_has_its_part_on_its_own_gpu(current):
+def test_joined_rank_contributes_from_its_own_gpu(current):
     current.choose(2)
     own_gpu.settle()
     request = Request(ALLREDUCE, "x", (("float32", (3,)),), "cuda", int(Op.SUM))
     assert elsewhere(lambda: execution._device(request)) == torch.device("cuda", 2)
 
 
-def test_a_group_is_on_the_gpu_of_the_first_tensor_whichever_thread_forms_it(current):
+def test_group_uses_the_gpu_of_the_first_tensor_in_any_thread(current):
     own_gpu.meet(torch.device("cuda", 1))
     group = elsewhere(lambda: NcclCollectives(rank=0, size=2, timeout_s=10.0))
     assert group._device == torch.device("cuda", 1)
 
 
-def test_a_second_gpu_is_refused_with_a_sentence():
+def test_second_gpu_of_a_process_is_refused():
     own_gpu.meet(torch.device("cuda", 1))
     own_gpu.meet(torch.device("cpu"))
     own_gpu.meet(torch.device("cuda"))  # whichever it is
@@ -64,7 +64,7 @@ def test_a_second_gpu_is_refused_with_a_sentence():
         own_gpu.meet(torch.device("cuda", 0))
 
 
-def test_what_was_settled_gives_way_to_what_tensors_say(current):
+def test_default_gpu_is_replaced_by_the_gpu_of_a_tensor(current):
     """A script may join, or form a group, on the CPU before it chooses."""
     own_gpu.settle()
     own_gpu.meet(torch.device("cuda", 1))
@@ -86,12 +86,12 @@ def test_a_submission_of_a_second_gpu_is_not_sent(monkeypatch):
         submission._to_engine(rt, pending, True)  # type: ignore[arg-type]
 
 
-def test_two_workers_on_one_gpu_are_refused_with_a_sentence():
+def test_two_workers_on_one_gpu_are_refused():
     own_gpu.refuse_shared(["GPU-a", "GPU-b"], visible=2)
     recorded("messages", refusal_of(own_gpu.refuse_shared, ["GPU-a", "GPU-b", "GPU-a"], visible=2))
 
 
-def test_what_is_no_uuid_proves_nothing():
+def test_missing_uuids_do_not_count_as_a_shared_gpu():
     own_gpu.refuse_shared(["", ""], visible=2)
 
 
@@ -116,7 +116,7 @@ def test_the_error_is_raised_before_nccl_is_called_on_every_rank(same_gpu):
         same_gpu.connect(store, "gradients", "127.0.0.1")
 
 
-def test_nccl_can_be_configured_to_allow_it(same_gpu, monkeypatch):
+def test_nccl_configuration_allows_two_ranks_on_one_gpu(same_gpu, monkeypatch):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     store = create_autospec(Store, instance=True)
     store.exchange.side_effect = lambda key, rank, size, blob, *_: [b"127.0.0.1 1 GPU-a", blob]

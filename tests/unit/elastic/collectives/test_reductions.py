@@ -44,7 +44,7 @@ def reduced(tensors, into, op=Op.SUM):
     return sent, finish()
 
 
-def test_tensors_one_after_the_other_are_reduced_where_they_are():
+def test_adjacent_tensors_are_reduced_in_place():
     flat = torch.arange(24.0)
     parts = [flat[2:8].view(2, 3), flat[8:9], flat[9:20]]
     sent, results = reduced(parts, parts)
@@ -75,7 +75,7 @@ def test_other_tensors_are_sent_as_a_copy_and_copied_back(cut):
         assert torch.equal(part, each)
 
 
-def test_what_is_not_to_be_overwritten_stays():
+def test_tensors_not_given_as_targets_are_not_overwritten():
     flat = torch.arange(8.0)
     parts = [flat[:4], flat[4:]]
     sent, results = reduced(parts, [parts[0], None])
@@ -84,7 +84,7 @@ def test_what_is_not_to_be_overwritten_stays():
     assert torch.equal(results[1], torch.arange(4.0, 8.0) * 2)
 
 
-def test_large_tensors_are_reduced_where_they_are_and_small_ones_share_a_buffer():
+def test_large_tensors_are_reduced_in_place_and_small_ones_share_a_buffer():
     large = [torch.ones(ALONE_BYTES // 4), torch.ones(2, ALONE_BYTES // 8)]
     small = [torch.ones(3), torch.ones(4), torch.ones(5, dtype=torch.float64)]
     group = watched()
@@ -97,7 +97,7 @@ def test_large_tensors_are_reduced_where_they_are_and_small_ones_share_a_buffer(
     assert all(bool((tensor == 2).all()) for tensor in tensors)
 
 
-def test_results_go_into_other_memory_and_are_reduced_there():
+def test_results_are_reduced_in_their_target_memory():
     flat = torch.full((9,), -1.0)
     tensors, into = [torch.ones(2, 3), torch.arange(3.0)], [flat[:6].view(2, 3), flat[6:]]
     sent, results = reduced(tensors, into)
@@ -107,7 +107,7 @@ def test_results_go_into_other_memory_and_are_reduced_there():
     assert tensors[0].tolist() == [[1.0] * 3] * 2
 
 
-def test_one_of_them_may_go_elsewhere():
+def test_results_have_separate_targets_or_new_memory():
     tensors = [torch.ones(2), torch.ones(3), torch.ones(4)]
     elsewhere = torch.zeros(3)
     _, results = reduced(tensors, [tensors[0], elsewhere, None])
@@ -129,7 +129,7 @@ def test_a_mean_of_small_integers_is_widened():
     assert flat.tolist() == [100] * 8
 
 
-def test_a_group_that_scales_inside_scales_floats_and_nothing_is_scaled_again():
+def test_floats_scaled_by_the_group_are_not_scaled_again():
     group, ints = watched(), torch.full((3,), 3, dtype=torch.int32)
     group.scales_inside = True
     floats = torch.ones(4)
@@ -151,7 +151,7 @@ def test_a_group_that_scales_inside_scales_floats_and_nothing_is_scaled_again():
         (torch.ones(3, dtype=torch.uint8), Op.AVERAGE, 1.0, False),  # its sum needs a wider copy
     ],
 )
-def test_a_group_that_reduces_into_other_memory_reads_the_tensor_itself(tensor, op, prescale, read):
+def test_group_that_reduces_into_other_memory_reads_the_given_tensor(tensor, op, prescale, read):
     group, before = watched(), tensor.clone()
     group.allreduce_into = reading(group)
     _, finish = reductions.allreduce(group, [tensor], op, prescale, 1.0, [None])
@@ -161,7 +161,7 @@ def test_a_group_that_reduces_into_other_memory_reads_the_tensor_itself(tensor, 
     assert torch.equal(tensor, before) and result.data_ptr() != tensor.data_ptr()
 
 
-def test_such_a_group_leaves_it_where_it_is_wanted():
+def test_group_that_reduces_into_other_memory_writes_the_target():
     group, tensor, wanted = watched(), torch.ones(2, 3), torch.zeros(2, 3)
     group.allreduce_into = reading(group)
     _, finish = reductions.allreduce(group, [tensor], Op.SUM, 1.0, 1.0, [wanted])

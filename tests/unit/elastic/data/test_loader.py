@@ -63,7 +63,7 @@ class Augmented:
 # ---- expectations of users -------------------------------------------------------------------------------------------
 
 
-def test_it_is_a_name_of_the_package():
+def test_data_loader_and_sampler_are_public_names():
     assert elastic.data.DataLoader is DataLoader
     assert sampler.ElasticSampler is ElasticSampler is elastic.ElasticSampler
 
@@ -77,7 +77,7 @@ def test_an_epoch_ends_and_the_next_has_another_order():
     assert (len(loader), loader.epoch, loader.position) == (3, 2, Position(2, 0))
 
 
-def test_the_order_is_that_of_a_distributed_sampler():
+def test_order_equals_a_distributed_sampler():
     dataset: Any = range(10)
     drawing: Any = DistributedSampler(dataset, num_replicas=1, rank=0, seed=3)
     drawing.set_epoch(2)
@@ -117,7 +117,7 @@ def test_a_loader_without_a_state_restarts_each_time():
     assert lists(loader) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_each_rank_has_its_part_and_all_take_as_many_steps(monkeypatch):
+def test_each_rank_has_its_part_and_all_have_equally_many_steps(monkeypatch):
     parts = []
     for rank in range(3):
         world(monkeypatch, rank, 3)
@@ -128,13 +128,13 @@ def test_each_rank_has_its_part_and_all_take_as_many_steps(monkeypatch):
     assert parts == [[[0, 1], [4, 5]], [[2], [6]], [[3], [7]]]
 
 
-def test_a_batch_size_larger_than_the_dataset_is_one_step(monkeypatch):
+def test_batch_size_larger_than_the_dataset_is_one_step(monkeypatch):
     world(monkeypatch, 1, 2)
     loader = DataLoader(range(5), batch_size=100)
     assert (len(loader), lists(loader), loader.weight) == (1, [[3, 4]], 0.8)
 
 
-def test_a_rank_without_a_sample_is_given_one_that_does_not_count(monkeypatch):
+def test_rank_without_a_sample_gets_one_with_weight_zero(monkeypatch):
     world(monkeypatch, 2, 3)
     model = torch.nn.Linear(1, 1, bias=False)
     loader = DataLoader([torch.ones(1)] * 2, batch_size=1)
@@ -159,7 +159,7 @@ def test_a_change_of_the_world_redistributes_the_rest(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_loader_workers_have_fetched_is_not_consumed():
+def test_prefetched_batches_of_loader_workers_are_not_consumed():
     loader = DataLoader(range(40), batch_size=2, num_workers=2, prefetch_factor=4)
     state = TorchState(loader=loader)
     for _ in loader:
@@ -186,14 +186,14 @@ def test_another_number_of_loader_workers_or_batch_size_continues_at_the_same_sa
 
 
 @pytest.mark.parametrize("size", [10, 10_000_000])
-def test_its_state_is_small_whatever_the_dataset(size):
+def test_loader_state_is_small_for_any_dataset(size):
     loader = DataLoader(range(size), batch_size=2)
     TorchState(loader=loader)
     next(iter(loader))
     assert len(pickle.dumps(loader.state_dict())) < 200
 
 
-def test_a_commit_half_way_through_an_accumulation_deals_its_batches_again():
+def test_commit_within_an_accumulation_repeats_its_batches_after_a_restore():
     weight = torch.nn.Parameter(torch.zeros(8))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     loader = DataLoader(range(8), batch_size=1)
@@ -213,7 +213,7 @@ def test_a_commit_half_way_through_an_accumulation_deals_its_batches_again():
 
 
 @pytest.mark.slow
-def test_seeds_belong_to_the_sample_whatever_process_loads_it():
+def test_sample_seeds_do_not_depend_on_the_loading_process():
     before = torch.get_rng_state()
     (alone,) = DataLoader(Augmented(), batch_size=6, sample_seeds=True)
     assert torch.equal(before, torch.get_rng_state())
@@ -225,13 +225,13 @@ def test_seeds_belong_to_the_sample_whatever_process_loads_it():
     assert not torch.equal(next(iter(other_epoch))[1], alone[1])
 
 
-def test_iterating_draws_nothing_from_the_generator_that_trains():
+def test_iterating_does_not_advance_the_global_generator():
     before = torch.get_rng_state()
     lists(DataLoader(range(4), shuffle=True))
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_shards_of_a_step(monkeypatch):
+def test_shards_divide_each_step_of_a_loader(monkeypatch):
     world(monkeypatch, 1, 2)
     loader = DataLoader(range(11), global_batch_size=8, shards=4)
     steps = []
@@ -242,7 +242,7 @@ def test_shards_of_a_step(monkeypatch):
     assert [list(step) for step in loader] == [[], []]  # a spare takes part in the steps
 
 
-def test_shards_of_a_run_say_which_a_rank_has(monkeypatch):
+def test_shards_of_a_run_determine_the_batches_of_a_rank(monkeypatch):
     world(monkeypatch, 1, 3)
     shards = elastic.Shards(4)
     loader = DataLoader(range(11), global_batch_size=8, shards=shards)
@@ -251,7 +251,7 @@ def test_shards_of_a_run_say_which_a_rank_has(monkeypatch):
     assert [[batch.tolist() for batch in step] for step in loader] == [[[2, 3], [5]], [[8], [10]]]
 
 
-def test_sharded_files_are_read_one_after_the_other():
+def test_sharded_files_are_each_opened_once():
     opened = []
 
     def read(file: range) -> Any:
@@ -267,14 +267,14 @@ def test_sharded_files_are_read_one_after_the_other():
 # ---- other loaders ---------------------------------------------------------------------------------------------------
 
 
-def test_what_opening_a_file_draws_is_no_sample_s():
+def test_random_numbers_drawn_while_opening_a_file_do_not_advance_the_generator():
     files = ShardedFiles(range(2), lambda number: [number + torch.rand(3)], [1, 1])
     before = torch.get_rng_state()
     assert int(files[1].max()) == 1
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_loaders_that_were_made_for_torch():
+def test_loaders_created_for_torch_are_converted():
     nine: Any = range(9)
     dealing: Any = DistributedSampler(nine, num_replicas=4, rank=2, seed=1)
     loader = from_torch(TorchLoader(nine, 3, sampler=dealing), drop_last=True)
@@ -317,12 +317,12 @@ def test_loaders_that_were_made_for_torch():
         (Stream(3), {"shuffle": True}),
     ],
 )
-def test_bad_input(dataset, options):
+def test_invalid_datasets_and_options_are_refused(dataset, options):
     with raises(Invalid):
         DataLoader(dataset, **options)
 
 
-def test_a_sampler_that_is_not_the_same_on_all_ranks_is_refused():
+def test_random_sampler_with_its_own_generator_is_refused():
     own = torch.Generator()
     with raises(Invalid):
         DataLoader(range(9), sampler=WeightedRandomSampler([1.0] * 9, 9, generator=own))

@@ -14,7 +14,7 @@ from harness.golden import raises
 dealings = st.builds(SamplePartition, parts=st.integers(1, 9), batch=st.integers(1, 40))
 
 
-def test_a_step_is_cut_into_consecutive_parts_whose_sizes_differ_by_at_most_one():
+def test_step_is_divided_into_consecutive_parts_of_nearly_equal_size():
     dealing = SamplePartition(parts=3, batch=6)
     steps = list(dealing.rest(0, 20))
     assert [[list(dealing.part(step, part)) for part in range(3)] for step in steps] == [
@@ -27,7 +27,7 @@ def test_a_step_is_cut_into_consecutive_parts_whose_sizes_differ_by_at_most_one(
     assert dealing.weight(steps[0], 1) == 1.0
 
 
-def test_a_part_is_empty_only_where_a_step_has_fewer_samples_than_parts():
+def test_part_is_empty_only_when_a_step_has_fewer_samples_than_parts():
     dealing = SamplePartition(parts=4, batch=4)
     last = list(dealing.rest(0, 6))[-1]
     assert [list(dealing.part(last, part)) for part in range(4)] == [[4], [5], [], []]
@@ -35,7 +35,7 @@ def test_a_part_is_empty_only_where_a_step_has_fewer_samples_than_parts():
 
 
 @given(dealings, st.integers(0, 200), st.integers(0, 200))
-def test_the_rest_of_an_epoch_is_dealt_once(dealing, consumed, length):
+def test_remaining_samples_of_an_epoch_are_each_assigned_once(dealing, consumed, length):
     steps = list(dealing.rest(consumed, length))
     dealt = [
         place
@@ -55,20 +55,20 @@ def test_the_rest_of_an_epoch_is_dealt_once(dealing, consumed, length):
 
 
 @given(dealings, st.integers(1, 400))
-def test_no_part_of_an_epoch_is_empty_without_need(dealing, length):
+def test_steps_have_a_sample_for_each_part_when_possible(dealing, length):
     if length < dealing.parts or dealing.batch < 2 * dealing.parts:
         return
     assert all(len(step) >= dealing.parts for step in dealing.rest(0, length))
 
 
 @given(dealings, st.integers(0, 400), st.integers(0, 100))
-def test_how_much_is_left_beyond_its_reach_does_not_matter(dealing, left, more):
+def test_step_size_does_not_depend_on_samples_beyond_its_reach(dealing, left, more):
     if left >= dealing.reach:
         assert dealing.size(left) == dealing.size(left + more)
 
 
 @given(st.integers(1, 300), st.lists(st.tuples(dealings, st.integers(0, 12)), max_size=12))
-def test_worlds_that_follow_each_other_deal_each_sample_once(length, worlds):
+def test_consecutive_worlds_assign_each_sample_once(length, worlds):
     """Each world trains some steps from where the previous one stopped; the last one finishes."""
     counted, position = Counter[int](), Position()
     for dealing, steps in [*worlds, (SamplePartition(2, 5), length)]:
@@ -81,7 +81,7 @@ def test_worlds_that_follow_each_other_deal_each_sample_once(length, worlds):
 
 
 @given(dealings, st.integers(0, 300))
-def test_drop_last_ends_an_epoch_before_a_step_that_is_not_whole(dealing, length):
+def test_drop_last_ends_an_epoch_before_an_incomplete_step(dealing, length):
     dealing = SamplePartition(dealing.parts, dealing.batch, drop_last=True)
     steps = list(dealing.rest(0, length))
     assert [len(step) for step in steps] == [dealing.batch] * (length // dealing.batch)
@@ -94,7 +94,7 @@ def test_bad_input_is_refused(parts, batch):
         SamplePartition(parts, batch)
 
 
-def test_seeds_are_the_same_for_ever():
+def test_sample_seeds_have_fixed_distinct_values():
     assert sample_seed(0, 1, 2) == seed_of("sample", 0, 1, 2) == 5843981655370092221
     drawn = {seed_of(word, a, b) for word in ("order", "step") for a in range(9) for b in range(99)}
     assert len(drawn) == 2 * 9 * 99

@@ -19,7 +19,7 @@ def begun(*, ahead: int = 0) -> DataProgress:
     return progress
 
 
-def test_without_an_optimizer_what_was_handed_out_counts():
+def test_batches_handed_out_count_as_committed_without_an_optimizer():
     progress = begun()
     progress.hand(4)
     assert progress.committed() == at(0, 4)
@@ -27,7 +27,7 @@ def test_without_an_optimizer_what_was_handed_out_counts():
     assert progress.committed() == at(0, 8)
 
 
-def test_with_an_optimizer_its_steps_say_what_counts():
+def test_batches_count_as_committed_after_an_optimizer_step():
     progress = begun()
     progress.hand(4)
     progress.stepped()
@@ -37,13 +37,13 @@ def test_with_an_optimizer_its_steps_say_what_counts():
     assert progress.committed() == at(0, 8)
 
 
-def test_before_the_first_step_nothing_counts_where_gradients_say_that_one_will_follow():
+def test_no_batch_counts_before_the_first_optimizer_step_when_gradients_exist():
     progress = begun()
     progress.hand(4)
     assert progress.committed(before_steps=True) == at(0, 0)
 
 
-def test_the_end_of_an_epoch_begins_the_next_one():
+def test_end_of_an_epoch_begins_the_next_epoch():
     progress = begun()
     progress.hand(4)
     progress.stepped()
@@ -66,7 +66,7 @@ def test_a_commit_in_the_last_batch_is_at_the_end_of_its_epoch():
     assert restored.position == at(1, 0)
 
 
-def test_a_loop_that_prefetches_a_batch_trains_on_the_previous_one():
+def test_loop_that_prefetches_a_batch_commits_the_previous_one():
     progress = begun(ahead=1)
     progress.hand(4)
     progress.hand(8)

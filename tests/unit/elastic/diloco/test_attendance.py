@@ -50,7 +50,7 @@ def test_quorum_is_half_of_the_islands_by_default_and_at_most_all(quorum, island
     assert needed(quorum, islands) == wanted
 
 
-def test_absent_islands_are_logged_when_they_change():
+def test_absent_islands_are_logged_on_change():
     recorded("messages", absence(7, ["us", "eu"], [], 5.0))
     assert absence(8, ["eu", "us"], ["us", "eu"], 5.0) == ""
     recorded("messages", absence(9, [], ["us"], 5.0))

@@ -46,7 +46,7 @@ def close(one, other):
     return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, other, strict=True))
 
 
-def test_one_worker_with_outer_rate_one_trains_as_without_diloco():
+def test_single_worker_with_outer_rate_one_trains_as_without_diloco():
     plain, model = network(), network()
     alone, inner = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (plain, model))
     outer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -81,7 +81,7 @@ def test_outer_step_follows_nesterov_momentum_of_the_pseudo_gradient():
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), diloco.outer, strict=True))
 
 
-def test_delayed_merge_mixes_the_mean_of_the_step_at_which_it_was_sent():
+def test_delayed_merge_mixes_the_parameters_with_the_outer_ones_of_the_send_step():
     model = network()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     outer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -197,7 +197,7 @@ def test_quantized_changes_plus_residuals_are_the_true_changes(dtype):
 @pytest.mark.parametrize(
     ("dtype", "share"), [(torch.int8, 0.52), (torch.float8_e4m3fn, 0.52), ("int4", 0.27)]
 )
-def test_quantized_bytes_are_a_share_of_those_of_bfloat16(dtype, share):
+def test_quantized_bytes_are_at_most_a_share_of_bfloat16_bytes(dtype, share):
     sizes = {}
     for each in (dtype, torch.bfloat16):
         model = torch.nn.Linear(128, 64, bias=False)
@@ -227,7 +227,7 @@ def test_residuals_are_committed_and_restored_and_not_sent():
 
 
 @pytest.mark.parametrize("was_sent", [True, False])
-def test_residual_after_a_merge_on_other_ranks_only_is_that_of_the_sent_fragment(was_sent):
+def test_residual_is_that_of_the_sent_fragment_or_zero_after_a_merge_without_this_rank(was_sent):
     diloco, _ = quantized(steps=4)
     before = diloco._residuals[0]
     assert before.any()
@@ -238,7 +238,7 @@ def test_residual_after_a_merge_on_other_ranks_only_is_that_of_the_sent_fragment
     assert diloco._sent_residual is None
 
 
-def test_local_sgd_of_one_worker_leaves_its_parameters():
+def test_local_sgd_of_one_worker_does_not_change_its_parameters():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = elastic.LocalSGD(model, optimizer, every=2)
@@ -304,7 +304,7 @@ def worker(seed, steps):
     return diloco, state._parts()["diloco"]
 
 
-def test_newcomer_takes_outer_parameters_and_options_and_no_inner_entries():
+def test_joining_worker_receives_outer_parameters_and_options_without_inner_entries():
     old, old_part = worker(0, 6)
     new, new_part = worker(1, 0)
     hand_over(old_part, new_part)
@@ -327,7 +327,7 @@ def test_survivor_keeps_its_inner_state_and_takes_the_position():
     assert all(torch.equal(now[n]["exp_avg"], entries[n]["exp_avg"]) for n in entries)
 
 
-def test_survivor_whose_merge_broke_takes_the_merge_of_another_one():
+def test_survivor_whose_merge_broke_adopts_the_merge_of_another():
     ahead, ahead_part = worker(0, 4)
     behind, behind_part = worker(0, 3)
     hand_over(ahead_part, behind_part)
@@ -548,7 +548,7 @@ class DistantRank:
 
 @pytest.mark.parametrize("early", [(0, 1), (0,), (1,), (), (0, 0, 1, 1)])
 @pytest.mark.parametrize(("limit", "negotiated"), [(diloco_module.REPORT_LIMIT, 0), (10, 2)])
-def test_distant_ranks_compare_reports_through_the_store_unless_they_are_long(
+def test_distant_ranks_compare_reports_through_the_store_unless_long(
     limit, negotiated, early, monkeypatch
 ):
     monkeypatch.setattr(diloco_module, "REPORT_LIMIT", limit)

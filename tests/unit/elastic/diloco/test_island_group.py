@@ -31,7 +31,7 @@ def function() -> Callable[[int], int]:
         (lambda: torch.arange(5000.0), lambda received: received.tolist()),
     ],
 )
-def test_island_receives_what_only_cloudpickle_or_this_package_can_send(make, read, monkeypatch):
+def test_island_broadcast_supports_objects_beyond_plain_pickle(make, read, monkeypatch):
     """Ranks 1 and 2 of the world are an island."""
     ranks, local = (1, 2), threading.local()
     groups = fake.world(2)

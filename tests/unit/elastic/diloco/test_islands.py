@@ -21,12 +21,12 @@ def test_another_member_leads_after_the_loss_of_the_leader():
     assert [each.leader for each in after] == [0, 1, 0]
 
 
-def test_lost_island_is_no_longer_among_the_leaders_and_a_new_one_is():
+def test_leaders_are_updated_when_an_island_is_lost_or_added():
     assert seen_by_all("a", "a")[0].leaders == (0,)
     assert seen_by_all("a", "c", "a")[0].leaders == (0, 1)
 
 
-def test_workers_apart_lead_themselves():
+def test_workers_apart_each_lead_their_own_island():
     ranks = [Islands.apart(3, rank) for rank in range(3)]
     assert [each.leader for each in ranks] == [0, 1, 2]
     assert {each.leaders for each in ranks} == {(0, 1, 2)}

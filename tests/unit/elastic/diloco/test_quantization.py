@@ -52,7 +52,7 @@ def test_normal_values_when_unpacked_then_each_error_is_within_the_limit(
 
 @CODES
 @given(elements=st.integers(1, 1000))
-def test_packed_size_is_the_stated_one(code, elements):
+def test_packed_size_matches_packed_bytes(code, elements):
     packed = pack(drawn(0, elements), code)
     assert packed.dtype == torch.uint8
     assert packed.numel() == packed.nbytes == packed_bytes(elements, code)
@@ -96,7 +96,7 @@ def test_error_feedback_over_rounds_sums_to_the_true_value_minus_the_last_error(
 
 @CODES
 @given(seed=st.integers(0, 1000), ranks=st.integers(1, 5), elements=st.integers(1, 400))
-def test_mean_is_that_of_the_unpacked_values_of_all_ranks(code, seed, ranks, elements):
+def test_mean_equals_the_mean_of_the_unpacked_values_of_all_ranks(code, seed, ranks, elements):
     packed = [pack(drawn(10 * seed + rank, elements), code) for rank in range(ranks)]
     wanted = torch.stack([unpack(each, elements, code) for each in packed]).mean(0)
     torch.testing.assert_close(mean(torch.cat(packed), elements, code, ranks), wanted)

@@ -50,7 +50,7 @@ def stepped(rounds, rank, tokens, answers=()):
     return performed(rounds.step(1, Islands(NAMES, rank), tokens), answers)
 
 
-def test_leader_exchanges_the_mean_and_shares_it():
+def test_leader_exchanges_the_mean_and_shares_the_result():
     sent = Sent(0, 1, 1)
     assert stepped(Rounds(RoundSchedule(1)), 0, None, {CompareIsland: [0.0, 0.0]}) == [
         CompareIsland(sent, 0.0),
@@ -118,7 +118,7 @@ def test_other_member_receives_the_mean_from_the_leader():
     ]
 
 
-def test_worker_alone_in_its_island_neither_compares_nor_shares():
+def test_single_worker_of_an_island_neither_compares_nor_shares():
     assert stepped(Rounds(RoundSchedule(1)), 1, None) == [
         StartMean(Sent(0, 1, 1), (0, 1), None),
         AwaitMean(0),
@@ -215,7 +215,7 @@ def step(rounds, *decisions, absent=(), tokens=None):
     return followed(rounds.step(1, Islands(NAMES, 1), tokens), decisions, absent)
 
 
-def test_slow_island_sends_its_change_once_another_one_has():
+def test_slow_island_sends_its_change_once_another_has_sent():
     rounds = follower()
     assert step(rounds) == []
     assert step(rounds, Decisions(0, True)) == [
@@ -226,7 +226,7 @@ def test_slow_island_sends_its_change_once_another_one_has():
     assert (rounds.position, rounds.own_steps, rounds.merged) == (4, 2, [1])
 
 
-def test_late_island_applies_the_merges_that_it_missed_and_keeps_its_tokens():
+def test_late_island_applies_missed_merges_and_keeps_its_tokens():
     rounds = follower()
     assert step(rounds, Decisions(2, False), Decisions(1, False), absent=["b"], tokens=3) == [
         AwaitMean(0),
@@ -241,7 +241,7 @@ def test_late_island_applies_the_merges_that_it_missed_and_keeps_its_tokens():
     assert rounds.tokens == [0.0]
 
 
-def test_missed_merge_with_a_delay_is_applied_at_its_step_or_before_the_next_one():
+def test_missed_merge_with_a_delay_is_applied_at_its_step_or_before_the_next_merge():
     rounds = follower(delay=2)
     assert step(rounds, Decisions(1, False)) == []
     assert (rounds.position, rounds.pending) == (4, Sent(0, 4, 6))
@@ -253,7 +253,7 @@ def test_missed_merge_with_a_delay_is_applied_at_its_step_or_before_the_next_one
     assert step(rounds, Decisions(1, True), Decisions(0, True), absent=["b"]) == [*missed, start]
 
 
-def test_member_whose_comparison_failed_takes_out_the_change_that_its_leader_sent():
+def test_member_whose_comparison_failed_subtracts_the_change_sent_by_its_leader():
     rounds = Rounds(RoundSchedule(1), quorum=True)
     actions = rounds.step(1, Islands(("a", "b", "b"), 2), 5)
     assert isinstance(next(actions), CompareReports)
@@ -266,7 +266,7 @@ def test_member_whose_comparison_failed_takes_out_the_change_that_its_leader_sen
     assert rounds.tokens == [0.0]
 
 
-def test_island_that_sent_its_change_takes_it_out_after_a_merge_on_other_ranks_only():
+def test_island_subtracts_its_sent_change_after_a_merge_on_other_ranks_only():
     rounds = follower(every=1)
     actions = rounds.step(1, Islands(NAMES, 1), 5)
     actions.send(None)

@@ -55,7 +55,7 @@ class Late(nn.Module):
 
 
 @pytest.mark.parametrize("model", [LargestNorm, AveragedWeights, Cached, Emptied, Late])
-def test_what_would_differ_between_workers_is_refused(model):
+def test_buffers_that_would_differ_between_workers_are_refused(model):
     shards, module = Shards(2), model()
     shards.watch(module)
     with raises(Invalid):
@@ -63,7 +63,7 @@ def test_what_would_differ_between_workers_is_refused(model):
             module()
 
 
-def test_a_frozen_module_that_was_made_under_inference_mode_is_left_alone():
+def test_frozen_module_created_under_inference_mode_is_accepted():
     """torch counts no writes to its tensors."""
     with torch.inference_mode():
         frozen = nn.BatchNorm1d(2).eval()
@@ -89,7 +89,7 @@ class Graph(nn.Module):
         return F.mse_loss(found, torch.zeros_like(found))
 
 
-def test_sparse_buffers_are_constant_and_numbers_count_steps():
+def test_sparse_buffers_may_be_constant_and_counters_count_steps():
     shards, module = Shards(4), Graph()
     shards.watch(module)
     for _ in range(3):

@@ -30,7 +30,7 @@ def draw() -> list[float]:
     ]
 
 
-def test_a_state_is_gone_back_to():
+def test_generator_state_is_restored():
     generators.set_seed(3)
     draw()
     saved = generators.state()
@@ -40,7 +40,7 @@ def test_a_state_is_gone_back_to():
     assert draw() == drawn
 
 
-def test_what_is_drawn_before_the_first_step_belongs_to_the_run():
+def test_random_numbers_before_the_first_step_depend_only_on_the_seed_of_the_shards():
     """A script that seeds nothing draws the same in every run, once its shards are in a state."""
     Shards(2, seed=1).state_dict()
     drawn = draw()
@@ -52,7 +52,7 @@ def test_what_is_drawn_before_the_first_step_belongs_to_the_run():
     assert draw() != drawn
 
 
-def test_numbers_drawn_before_a_commit_count():
+def test_commit_contains_the_generator_state_after_earlier_draws():
     """A worker that continues from it draws what the others draw, not what they drew before it."""
     shards = Shards(2, seed=1)
     shards.state_dict()

@@ -27,7 +27,7 @@ def test_copies_when_commits_are_made_then_one_is_a_window_old_and_two_are_kept(
             assert kept.copy_of(each.commit) == each.step
 
 
-def test_copies_when_the_window_is_zero_then_none_is_kept():
+def test_copies_when_the_window_is_zero_then_are_dropped():
     kept: KeptCommits[int] = KeptCommits()
     keep(kept, 3, 8)
     keep(kept, 4, 0)
@@ -45,7 +45,7 @@ def test_copies_when_a_world_begins_with_an_older_commit_then_newer_ones_are_dro
     assert [each.commit for each in kept.held] == [Commit(2, 4), Commit(3, 8)]
 
 
-def test_copies_when_the_window_changes_then_the_older_one_still_covers_it():
+def test_copies_when_the_window_changes_then_the_older_one_remains_old_enough():
     dice, kept = random.Random(3), KeptCommits[int]()
     for step in range(500):
         window = dice.choice((4, 7))

@@ -14,7 +14,7 @@ from elastic.exact.load_balancing import PATIENCE, PERIOD, WINDOW, LoadBalancer,
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4), st.integers(0, 6))
-def test_no_division_is_faster(seconds, more):
+def test_chosen_division_is_among_the_fastest(seconds, more):
     shards = len(seconds) + more
     found = load_balancing.fastest(seconds, shards)
     assert sum(found) == shards
@@ -35,7 +35,7 @@ def test_each_shard_has_one_rank_for_any_division(sizes):
 
 
 @pytest.mark.parametrize("odd", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_rank_without_a_measurement_has_the_mean_of_the_others(odd):
+def test_rank_without_a_measurement_has_the_mean_of_measured_ranks(odd):
     assert load_balancing.known([1.0, odd, 3.0]) == [1.0, 2.0, 3.0]
     assert load_balancing.known([odd, odd]) == []
 
@@ -59,7 +59,7 @@ def test_a_division_changes_after_two_exchanges_and_at_a_commit():
     assert not world.committed()
 
 
-def test_a_single_slow_exchange_changes_nothing():
+def test_single_slow_exchange_does_not_change_the_division():
     world = LoadBalancer(16, 4)
     for _ in range(5):
         exchange(world, 1.0, 3.0, 1.0, 1.0)
@@ -67,7 +67,7 @@ def test_a_single_slow_exchange_changes_nothing():
         assert not world.committed()
 
 
-def test_a_division_waits_until_all_ranks_commit_before_they_fetch():
+def test_division_changes_only_when_all_ranks_commit_before_fetching():
     world = LoadBalancer(16, 4)
     assert not world.committed() and not world.may_change  # before a step, a commit shows nothing
     for _ in range(PATIENCE + 2):
@@ -84,7 +84,7 @@ def test_ranks_exchange_early_and_then_in_a_fixed_period():
 
 
 @pytest.mark.parametrize(("shards", "ranks"), [(4, 1), (4, 4), (3, 4)])
-def test_ranks_with_at_most_one_shard_exchange_nothing(shards, ranks):
+def test_ranks_with_at_most_one_shard_never_exchange(shards, ranks):
     world = LoadBalancer(shards, ranks)
     assert not any(world.due() for _ in range(20))
 

@@ -40,7 +40,7 @@ FEWER = {"AVX512": ("avx2", "AVX2"), "AVX2": ("default", "SSE41")}
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in FEWER, reason="needs a machine with AVX2"
 )
-def test_other_threads_and_other_instructions_show_in_the_numbers():
+def test_different_threads_or_instruction_sets_change_the_measured_numbers():
     """Not only in the reported settings: also in unknown ones."""
     usual = said_with()
     assert said_with() == usual
@@ -53,7 +53,7 @@ def test_other_threads_and_other_instructions_show_in_the_numbers():
         assert measured(said_with(**other)) != measured(usual), other
 
 
-def test_it_leaves_generators_as_they_were_and_is_measured_once():
+def test_probe_preserves_the_generator_state_and_is_measured_once():
     before = torch.get_rng_state()
     first = probe.lines()
     measured = probe._measured.cache_info().misses
@@ -61,7 +61,7 @@ def test_it_leaves_generators_as_they_were_and_is_measured_once():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_settings_are_reported(monkeypatch):
+def test_probe_reports_thread_count_and_matmul_precision(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
     assert {"arithmetic.threads 77", "arithmetic.matmul_precision medium"} <= set(probe.lines())

@@ -49,12 +49,12 @@ def expression(held: list[list[int]], shards: int) -> str:
         (7, "(((0+1)+(2+3))+((4+5)+6))"),
     ],
 )
-def test_the_tree(shards, wanted):
+def test_tree_has_the_documented_expression(shards, wanted):
     assert expression([list(range(shards))], shards) == wanted
 
 
 @given(st.data())
-def test_any_partition_gives_one_expression(data):
+def test_any_partition_gives_the_same_expression(data):
     shards = data.draw(st.integers(1, 40))
     owners = data.draw(st.lists(st.integers(0, 9), min_size=shards, max_size=shards))
     held = [[shard for shard in range(shards) if owners[shard] == rank] for rank in range(10)]
@@ -62,7 +62,7 @@ def test_any_partition_gives_one_expression(data):
 
 
 @given(st.integers(1, 300))
-def test_alone_a_rank_is_left_with_the_root_and_needs_a_buffer_for_each_level(shards):
+def test_single_rank_ends_with_the_root_and_needs_one_buffer_per_level(shards):
     merges, partials = tree.schedule(range(shards), shards)
     assert partials == [Node(0, shards)]
     waiting = [each.place + 1 - each.merges for each in merges[:-1]]
@@ -71,7 +71,7 @@ def test_alone_a_rank_is_left_with_the_root_and_needs_a_buffer_for_each_level(sh
 
 
 @given(st.integers(1, 40), st.sets(st.integers(0, 39)))
-def test_a_partial_is_complete_once_and_none_is_added_to(shards, some):
+def test_each_partial_is_complete_once_and_not_modified_afterwards(shards, some):
     held = sorted(shard for shard in some if shard < shards)
     merges, partials = tree.schedule(held, shards)
     complete = [
@@ -83,7 +83,7 @@ def test_a_partial_is_complete_once_and_none_is_added_to(shards, some):
 
 
 @given(st.integers(1, 64), st.integers(1, 80))
-def test_every_shard_has_one_rank_and_ranks_have_few_partials(shards, ranks):
+def test_shards_are_assigned_to_one_rank_with_few_partials(shards, ranks):
     held = assign(shards, ranks)
     assert sorted(sum(held, ())) == list(range(shards))
     sizes = [len(each) for each in held]
@@ -99,13 +99,13 @@ def test_every_shard_has_one_rank_and_ranks_have_few_partials(shards, ranks):
     )
 
 
-def test_a_lost_partial_is_noticed():
+def test_missing_partial_is_an_error():
     _, nodes = tree.schedule((0, 1, 2), 4)
     with raises(ValueError):
         tree.program([nodes, []], 4)
 
 
 @pytest.mark.parametrize(("shards", "ranks"), [(0, 1), (1, 0)])
-def test_nothing_can_not_be_assigned(shards, ranks):
+def test_assignment_of_no_shards_or_ranks_is_refused(shards, ranks):
     with raises(ValueError):
         assign(shards, ranks)

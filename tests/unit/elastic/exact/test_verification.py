@@ -31,7 +31,7 @@ def test_checks_when_drawn_then_another_rank_computes_each_shard_at_most_once(
 
 
 @given(divisions.filter(lambda sizes: len(sizes) > 1), shares, st.integers(0, 1 << 40))
-def test_checks_when_counted_over_many_steps_then_they_are_the_share(sizes, share, seed):
+def test_checks_over_many_steps_are_the_configured_share(sizes, share, seed):
     held, steps = assignment.place(sizes), 400
     found = [len(verification.checks(held, share, seed, 3, step)) for step in range(steps)]
     unit = verification.unit(held, share)
@@ -64,7 +64,7 @@ def test_checks_when_many_are_drawn_then_every_pair_of_worker_and_shard_occurs()
     }
 
 
-def test_checks_when_the_world_has_one_rank_then_there_are_none():
+def test_checks_when_the_world_has_one_rank_then_are_empty():
     assert verification.checks([(0, 1, 2)], 1.0, 0, 1, 5) == ()
     assert verification.steps_between([(0, 1, 2)], 1.0) == float("inf")
 
@@ -73,11 +73,11 @@ def vote(*pairs: tuple[int, int], ranks: int) -> VoteResult | None:
     return verification.verdict([Computed(*each) for each in pairs], ranks)
 
 
-def test_verdict_when_both_agree_then_nobody_is_wrong():
+def test_verdict_when_both_agree_then_no_rank_is_wrong():
     assert vote((0, 7), (1, 7), ranks=4) == VoteResult((), 7)
 
 
-def test_verdict_when_they_differ_then_all_other_ranks_decide():
+def test_verdict_when_two_ranks_differ_then_all_other_ranks_vote():
     differ = [Computed(0, 7), Computed(2, 8)]
     assert verification.verdict(differ, 4) is None
     assert verification.voters(differ, 4) == (1, 3)
@@ -93,12 +93,12 @@ def test_verdict_when_two_of_four_are_wrong_in_different_ways_then_both_are_name
     assert vote((0, 7), (1, 8), (2, 9), (3, 9), ranks=4) == VoteResult((0, 1), 9)
 
 
-def test_verdict_when_as_many_ranks_have_either_digest_then_it_is_unknown():
+def test_verdict_when_the_votes_are_tied_then_is_unknown():
     assert vote((0, 7), (1, 8), (2, 7), (3, 8), ranks=4) == VoteResult((), None)
     assert vote((0, 7), (1, 8), (2, 9), ranks=3) == VoteResult((), None)
 
 
-def test_verdict_when_a_rank_contradicts_itself_then_it_is_wrong():
+def test_verdict_when_a_rank_contradicts_its_first_digest_then_this_rank_is_wrong():
     assert vote((0, 7), (0, 8), ranks=3) is None
     assert verification.voters([Computed(0, 7), Computed(0, 8)], 3) == (1, 2)
     assert vote((0, 7), (0, 8), (1, 8), (2, 8), ranks=3) == VoteResult((0,), 8)
@@ -117,7 +117,7 @@ def test_verdict_when_two_ranks_differ_then_each_computes_once_more():
 
 
 @given(st.integers(3, 9), st.data())
-def test_verdict_when_most_ranks_are_right_then_no_innocent_is_named(ranks, data):
+def test_verdict_when_most_ranks_are_correct_then_only_faulty_ranks_are_blamed(ranks, data):
     """Even if all wrong ones have the same digest."""
     faulty = data.draw(st.sets(st.integers(0, ranks - 1), max_size=(ranks - 1) // 2))
     owner, second = data.draw(st.permutations(range(ranks)))[:2]
@@ -141,7 +141,9 @@ def test_verdict_when_most_ranks_are_right_then_no_innocent_is_named(ranks, data
         ([(0, 1), (2, 3)], 0.0, 0),
     ],
 )
-def test_window_when_steps_have_checks_then_it_has_eight_of_them(held, share, steps):
+def test_window_when_steps_have_checks_then_contains_the_expected_number_of_steps(
+    held, share, steps
+):
     assert verification.window(held, share) == steps
 
 

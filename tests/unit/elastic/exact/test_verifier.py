@@ -97,7 +97,7 @@ class Run:
     "share", [1 / 16, *(pytest.param(s, marks=pytest.mark.nightly) for s in (1 / 4, 1.0))]
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 4, pytest.param(11, marks=pytest.mark.nightly)])
-def test_training_when_shards_are_verified_then_bits_are_those_without(ranks, size, share):
+def test_training_when_shards_are_verified_then_bits_equal_unverified_training(ranks, size, share):
     (wanted,) = ranks(1, lambda rank: Run(0.0).train())
     runs: list[Any] = [None] * size
 
@@ -128,7 +128,9 @@ def named(ranks: Any, size: int, share: float, wrong: Any, kind: Any = PeerLost)
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 3])
-def test_training_when_a_rank_is_always_wrong_then_all_name_it_before_the_step(ranks, culprit):
+def test_training_when_a_rank_is_always_wrong_then_all_ranks_name_the_rank_before_the_step(
+    ranks, culprit
+):
     found = named(ranks, 4, 1 / 8, lambda rank, step, *_: rank == culprit and step >= 5)
     held = [(0, 1), (2, 3), (4, 5), (6, 7)]
     bound = verification.steps_between(held, 1 / 8)
@@ -140,7 +142,7 @@ def test_training_when_a_rank_is_always_wrong_then_all_name_it_before_the_step(r
         assert report.agreed < 5
 
 
-def test_training_when_a_rank_is_named_then_all_ranks_know_before_one_leaves(ranks, monkeypatch):
+def test_training_when_a_rank_is_named_then_all_ranks_know_before_any_leaves(ranks, monkeypatch):
     """A rank that leaves a group breaks collectives of the others."""
     waited = []
 
@@ -154,7 +156,7 @@ def test_training_when_a_rank_is_named_then_all_ranks_know_before_one_leaves(ran
     assert sorted(waited) == [(rank, 1) for rank in range(4)]
 
 
-def test_training_when_a_rank_was_wrong_once_then_it_is_named(ranks):
+def test_training_when_a_rank_was_wrong_once_then_this_rank_is_named(ranks):
     """A checked shard is computed by one rank, wrongly, and no more than once."""
     found = named(ranks, 4, 1.0, lambda rank, step, shard, count: rank == 2 and count == 30)
     assert {report.rank for reports, _, _ in found for report in reports} == {2}
@@ -173,7 +175,7 @@ def test_training_when_two_of_five_are_wrong_then_both_are_named(ranks):
         assert {report.rank for report in reports} == {1, 3}
 
 
-def test_training_when_two_ranks_differ_and_one_was_wrong_once_then_it_is_named(ranks):
+def test_training_when_two_ranks_differ_and_one_was_wrong_once_then_this_rank_is_named(ranks):
     found = named(ranks, 2, 1.0, lambda rank, step, shard, count: rank == 1 and count == 20)
     assert {report.rank for reports, _, _ in found for report in reports} == {1}
 
@@ -191,7 +193,7 @@ def test_training_when_two_ranks_always_differ_then_the_error_has_both_digests(r
 @pytest.mark.parametrize(
     ("size", "share", "warnings"), [(1, 0.5, 1), (2, 0.5, 1), (4, 0.5, 0), (2, 0, 0)]
 )
-def test_log_when_too_few_workers_can_vote_then_one_warning_says_so(
+def test_log_when_too_few_workers_can_vote_then_has_one_warning(
     ranks, caplog, size, share, warnings
 ):
     ranks(size, lambda rank: Run(share).train(2))
@@ -205,7 +207,7 @@ def test_training_when_the_model_is_not_deterministic_then_no_step_is_taken(rank
     assert all(steps == 0 and not reports for reports, steps, _ in found)
 
 
-def test_training_when_one_rank_contradicts_itself_at_the_beginning_then_it_is_named(ranks):
+def test_training_when_one_rank_contradicts_its_own_result_at_the_beginning_then_is_named(ranks):
     found = named(ranks, 3, 1 / 64, lambda rank, step, shard, count: rank == 1 and count == 1)
     for reports, steps, _ in found:
         assert [report.rank for report in reports] == [1] and steps == 0
@@ -219,7 +221,7 @@ def test_training_when_arithmetic_differs_then_no_step_is_taken(ranks, monkeypat
     assert all(steps == 0 for _, steps, _ in found)
 
 
-def test_training_when_a_rank_is_lost_in_a_second_pass_then_others_lose_it(ranks):
+def test_training_when_a_rank_is_lost_in_a_second_pass_then_its_peers_raise_peer_lost(ranks):
     def train(rank: int) -> Any:
         run = Run(1.0)
 
@@ -243,7 +245,7 @@ def test_training_when_a_rank_is_lost_in_a_second_pass_then_others_lose_it(ranks
 
 
 @pytest.mark.parametrize("share", [1 / 8, 1.0])
-def test_state_when_a_rank_is_named_then_its_own_and_that_of_a_witness_are_saved(
+def test_state_when_a_rank_is_blamed_then_its_state_and_that_of_a_witness_are_saved(
     ranks, tmp_path, share
 ):
     def train(rank: int) -> Any:
@@ -282,7 +284,7 @@ def test_state_when_a_rank_is_named_then_its_own_and_that_of_a_witness_are_saved
     assert digests[0].keys() == digests[1].keys() and digests[0] != digests[1]
 
 
-def test_state_when_the_folder_cannot_be_written_then_the_rank_is_named_all_the_same(
+def test_state_when_the_folder_cannot_be_written_then_the_rank_is_still_named(
     ranks, tmp_path, caplog
 ):
     (tmp_path / "file").touch()
@@ -350,9 +352,7 @@ def test_step_without_a_check_when_a_gradient_is_not_finite_then_its_rank_is_nam
 
 @pytest.mark.parametrize("value", [math.inf, 1e7])
 @pytest.mark.parametrize("size", [2, 4])
-def test_step_when_all_ranks_find_a_gradient_that_is_not_finite_then_it_is_taken(
-    ranks, size, value
-):
+def test_step_when_all_ranks_find_a_gradient_not_finite_then_is_taken(ranks, size, value):
     """As with a scale that is too large: the shard is computed twice, and training goes on as without verify."""
 
     def train(rank: int, share: float = 1 / 64) -> Any:
@@ -409,7 +409,7 @@ class Samples(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
-def test_training_with_a_loader_when_verified_then_bits_are_those_without(ranks, size):
+def test_training_with_a_loader_when_verified_then_bits_equal_unverified_training(ranks, size):
     """With an uneven end of each epoch."""
 
     def train(share: float) -> Any:
@@ -437,7 +437,7 @@ def test_training_with_a_loader_when_verified_then_bits_are_those_without(ranks,
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, True, "1/64", float("nan")])
-def test_shards_when_the_share_is_no_share_then_it_is_refused(share):
+def test_shards_when_the_share_is_out_of_range_then_are_refused(share):
     with pytest.raises(Invalid):
         Shards(8, verify=share)
 

@@ -24,7 +24,7 @@ def flipped():
     failpoints.use("")
 
 
-def test_answers_are_those_of_whole_numbers_in_every_order():
+def test_known_answers_are_exact_in_any_order_of_summation():
     left, right = (each.astype(np.int64) for each in known_answers.factors())
     product = left @ right
     assert np.abs(left).max() * np.abs(right).max() * known_answers.SIZE < 2**24
@@ -141,7 +141,7 @@ def nvml(
         ({"xids": (31, 48)}, True),
     ],
 )
-def test_gpu_when_the_driver_reports_errors_then_they_are_found(reported, bad):
+def test_gpu_when_the_driver_reports_errors_then_fails_the_check(reported, bad):
     fake = nvml(**reported)
     found = gpu_errors.watch("1234", fake)
     assert fake.nvmlDeviceRegisterEvents.call_count == 1, "before the computations"
@@ -149,7 +149,7 @@ def test_gpu_when_the_driver_reports_errors_then_they_are_found(reported, bad):
     assert bool(found()) is bad
 
 
-def test_gpu_when_it_is_unknown_then_it_is_not_blamed():
+def test_gpu_when_unknown_then_passes_the_check():
     assert not gpu_errors.watch("", nvml(2))()
     gone = nvml(2)
     gone.nvmlDeviceGetHandleByUUID.side_effect = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)

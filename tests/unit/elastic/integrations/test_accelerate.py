@@ -21,7 +21,7 @@ accelerate = pytest.importorskip("accelerate")
         (Place(2, 4, 0, 2, 1, 2), True),  # on another host
     ],
 )
-def test_one_worker_of_a_host_prints_whatever_slots_are_lost(monkeypatch, place, prints):
+def test_one_worker_per_host_prints_for_any_lost_slots(monkeypatch, place, prints):
     from elastic.integrations.accelerate import _speaks
 
     monkeypatch.setattr(lifecycle, "place", lambda: place)
@@ -39,7 +39,7 @@ def test_one_worker_of_a_host_prints_whatever_slots_are_lost(monkeypatch, place,
         (1, True, "NO", False),
     ],
 )
-def test_a_worker_that_is_alone_on_its_gpu_trains_in_ddp(
+def test_single_worker_on_a_gpu_trains_in_ddp(
     monkeypatch, processes, ours, kind, puts_models_in_ddp
 ):
     import elastic.integrations.accelerate  # noqa: F401 - it changes what Accelerate answers
@@ -66,9 +66,7 @@ def test_a_loader_that_accelerate_has_not_prepared_is_refused():
         deal(DataLoader(TensorDataset(torch.ones(2))))
 
 
-def test_dealt_loader_when_accelerate_takes_a_snapshot_of_its_state_then_nothing_is_read(
-    monkeypatch,
-):
+def test_dealt_loader_when_accelerate_takes_a_snapshot_then_no_state_is_read(monkeypatch):
     """Versions up to 1.12 subtract from an entry of torchdata's state, which is missing here."""
     import torch
     from accelerate.data_loader import DataLoaderShard

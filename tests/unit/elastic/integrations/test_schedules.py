@@ -14,14 +14,14 @@ def rates(factor, first, last):
     return [factor(step) for step in range(first, last + 1)]
 
 
-def test_an_undisturbed_schedule_is_the_one_that_was_made():
+def test_undisturbed_schedule_is_unchanged():
     factor = ScaledSchedule(linear, 100)
     factor.follow(40, 60)
     assert rates(factor, 0, 100) == [linear(100)(step) for step in range(101)]
 
 
 @pytest.mark.parametrize(("left", "last"), [(120, 160), (30, 70)])
-def test_a_changed_world_ends_its_schedule_with_its_last_step(left, last):
+def test_schedule_ends_with_the_last_step_of_a_changed_world(left, last):
     """Without a jump where it changes: a worker is lost, or one joins."""
     factor = ScaledSchedule(linear, 100)
     before = factor(40)
@@ -32,7 +32,7 @@ def test_a_changed_world_ends_its_schedule_with_its_last_step(left, last):
     assert all(each > 0 for each in rates(factor, 40, last - 1))
 
 
-def test_several_changes_follow_one_another():
+def test_schedule_follows_several_changes_of_the_number_of_steps():
     factor = ScaledSchedule(linear, 100)
     factor.follow(20, 160)  # one of two is lost
     factor.follow(100, 40)  # and returns
@@ -40,7 +40,7 @@ def test_several_changes_follow_one_another():
     assert factor(140) == pytest.approx(0)
 
 
-def test_a_newcomers_schedule_becomes_that_of_the_others():
+def test_schedule_of_a_joining_worker_equals_the_schedule_of_its_peers():
     """It was created for another number of steps."""
 
     def schedule(steps):
@@ -73,7 +73,7 @@ def test_a_schedule_of_the_script_is_reported_once():
     ]
 
 
-def test_a_commit_without_a_number_leaves_the_one_that_was_seen():
+def test_commit_without_a_number_of_steps_keeps_the_known_number():
     changed, empty = ScheduleLengthChange(), ScheduleLengthChange().state_dict()
     changed.see(48)
     changed.load_state_dict(empty)

@@ -30,7 +30,7 @@ def sharded() -> Iterator[Any]:
 
 
 @pytest.mark.nightly
-def test_lightnings_trainer_refuses_a_fully_sharded_module_before_ddp_wraps_it(sharded):
+def test_lightning_trainer_refuses_a_fully_sharded_module_before_ddp_wraps_the_module(sharded):
     lightning = pytest.importorskip("lightning.pytorch")
     from elastic.integrations.lightning.strategy import ElasticStrategy
 
@@ -41,7 +41,7 @@ def test_lightnings_trainer_refuses_a_fully_sharded_module_before_ddp_wraps_it(s
     assert refused.value.kind is Fixed.MODULE
 
 
-def test_fabric_refuses_a_fully_sharded_module_before_ddp_wraps_it(sharded):
+def test_fabric_refuses_a_fully_sharded_module_before_ddp_wraps_the_module(sharded):
     pytest.importorskip("lightning.fabric")
     from elastic.integrations.lightning.fabric import ElasticFabricStrategy
 
@@ -82,7 +82,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield found
 
 
-def test_accelerate_with_its_plugin_of_fsdp2_is_refused_on_gpus(on_a_gpu):
+def test_accelerate_with_its_fsdp2_plugin_is_refused_on_gpus(on_a_gpu):
     from elastic.integrations.accelerate import PreparedState, refuse
 
     for door in (refuse, PreparedState):  # a Trainer of transformers calls the first
@@ -91,7 +91,7 @@ def test_accelerate_with_its_plugin_of_fsdp2_is_refused_on_gpus(on_a_gpu):
         assert refused.value.kind is Fixed.MODULE
 
 
-def test_accelerate_refuses_a_model_that_the_script_has_sharded_itself(sharded, monkeypatch):
+def test_accelerate_refuses_a_model_sharded_by_the_script(sharded, monkeypatch):
     accelerate = pytest.importorskip("accelerate")
     from elastic.integrations import accelerate as ours
 

@@ -29,7 +29,7 @@ def test_lightning_refuses_shards():
 
 
 @pytest.mark.slow
-def test_strategy_when_shards_are_verified_then_it_is_refused():
+def test_strategy_when_shards_are_verified_then_is_refused():
     pytest.importorskip("lightning", reason="pip install hvd-elastic[lightning]")
     from elastic.integrations.lightning.strategy import ElasticStrategy
 

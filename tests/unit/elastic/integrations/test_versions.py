@@ -14,7 +14,7 @@ CONSTRAINTS = Path(__file__).parents[4] / "constraints.txt"
 
 
 @pytest.mark.parametrize("package", TRIED)
-def test_version_when_it_is_older_than_the_tested_ones_is_refused(package):
+def test_version_when_older_than_the_tested_ones_then_is_refused(package):
     major, minor, _ = TRIED[package][0].split(".")
     for older in (f"{major}.{int(minor) - 1}.9", f"{int(major) - 1}.99.0"):
         with pytest.raises(Invalid):
@@ -22,7 +22,7 @@ def test_version_when_it_is_older_than_the_tested_ones_is_refused(package):
 
 
 @pytest.mark.parametrize("package", TRIED)
-def test_version_when_it_is_newer_than_the_tested_ones_is_warned_of(package):
+def test_version_when_newer_than_the_tested_ones_then_causes_a_warning(package):
     major, minor, _ = TRIED[package][1].split(".")
     for newer in (f"{major}.{int(minor) + 1}.0.dev0", f"{int(major) + 1}.0.0"):
         with pytest.warns(UserWarning):
@@ -30,7 +30,7 @@ def test_version_when_it_is_newer_than_the_tested_ones_is_warned_of(package):
 
 
 @pytest.mark.parametrize("package", TRIED)
-def test_version_when_it_is_within_the_tested_ones_is_accepted_silently(package):
+def test_version_when_tested_then_is_accepted_silently(package):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for each in TRIED[package]:

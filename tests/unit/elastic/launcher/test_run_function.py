@@ -27,7 +27,7 @@ def sent(monkeypatch):
     return values
 
 
-def test_the_call_is_in_the_file_that_is_named_or_else_in_that_of_the_environment(
+def test_call_is_read_from_the_given_file_or_the_file_of_the_environment(
     tmp_path, monkeypatch, sent
 ):
     for name in ("one", "two"):
@@ -38,7 +38,7 @@ def test_the_call_is_in_the_file_that_is_named_or_else_in_that_of_the_environmen
     assert sent == ["ONE", "TWO"]
 
 
-def test_a_machine_without_the_file_has_the_call_in_its_environment(tmp_path, monkeypatch, sent):
+def test_call_is_passed_in_the_environment_without_a_shared_file(tmp_path, monkeypatch, sent):
     text = random.Random(0).randbytes(300_000).hex()[:500_000]
     parts = run_function.carried(cloudpickle.dumps((str.upper, (text,), {})))
     assert len(parts) > 1 and max(map(len, parts.values())) < 128 * 1024
@@ -83,7 +83,7 @@ async def test_an_agent_reads_its_drivers_addresses_again_at_each_attempt(tmp_pa
     assert await find() == [("127.0.0.1", 1)]
 
 
-def test_a_bootstrap_may_name_the_file_alone():
+def test_bootstrap_may_contain_only_the_drivers_file():
     secret = "5e" * 32
     line = f'{{"job": "j", "host": "h", "secret": "{secret}", "drivers_file": "/d"}}'
     assert read_bootstrap(line.encode()).drivers_file == "/d"
@@ -91,7 +91,7 @@ def test_a_bootstrap_may_name_the_file_alone():
         read_bootstrap(line.replace("/d", "").encode())
 
 
-def test_a_value_that_can_not_travel_is_named(monkeypatch, sent, tmp_path):
+def test_value_that_cannot_be_sent_raises_an_error(monkeypatch, sent, tmp_path):
     def locked() -> object:
         return threading.Lock()
 
@@ -108,7 +108,7 @@ def test_a_value_that_can_not_travel_is_named(monkeypatch, sent, tmp_path):
     assert sent == []
 
 
-def test_values_keep_their_ranks():
+def test_values_are_ordered_by_rank_and_missing_ones_reported():
     one = cloudpickle.dumps("one")
     assert launch_function.values_of([cloudpickle.dumps(None), one]) == [None, "one"]
     with raises(JobFailed):

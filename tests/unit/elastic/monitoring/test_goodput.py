@@ -36,7 +36,7 @@ def account():
     data_waits.stop()
 
 
-def test_a_batch_that_is_awaited_is_data_and_then_it_trains_again(account):
+def test_waiting_for_a_batch_is_booked_as_data_and_then_as_training(account):
     seen: list[str] = []
     for _ in DataLoader(Slow(seen, account)):
         assert account.part == "training"
@@ -52,26 +52,26 @@ def test_a_loader_in_another_thread_delays_no_worker(account):
     assert seen == ["training"] * 3
 
 
-def test_a_loader_used_while_the_world_recovers_counts_as_that(account):
+def test_loader_used_during_a_recovery_is_booked_as_recovering(account):
     account.begin("recovering", time.monotonic())
     seen: list[str] = []
     list(DataLoader(Slow(seen, account)))
     assert seen == ["recovering"] * 3
 
 
-def test_without_a_training_function_nothing_is_booked(account):
+def test_no_data_wait_is_booked_without_a_training_function(account):
     data_waits.stop()
     seen: list[str] = []
     list(DataLoader(Slow(seen, account)))
     assert seen == ["training"] * 3
 
 
-def test_goodput_is_the_share_that_counts():
+def test_goodput_is_the_share_of_training_time():
     spent = Goodput(6.0, 1.0, 0.5, 0.5, 0.5, 1.0, 0.25, 0.25)
     assert (spent.wall_s, spent.goodput) == (10.0, 0.6)
     assert Goodput(*[0.0] * 8).goodput == 0.0
 
 
-def test_before_init_the_error_says_what_to_do():
+def test_goodput_before_init_raises_not_initialized():
     with pytest.raises(elastic.NotInitialized, match="init"):
         elastic.goodput()

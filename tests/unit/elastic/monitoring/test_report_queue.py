@@ -34,7 +34,7 @@ def brief(reports: list[Reported]) -> list[tuple[int, int, bytes]]:
     return [(report.number, report.oldest, report.metrics) for report in reports]
 
 
-def test_what_is_made_is_sent_with_what_it_was_made_in():
+def test_report_is_sent_with_the_generation_and_place_of_its_creation():
     reports = queue(b"a")
     assert sent(reports) == [Reported(1, 1, 3, 2, 4, 1.5, b"a")]
     assert len(reports) == 1
@@ -45,7 +45,7 @@ def test_what_is_made_is_sent_with_what_it_was_made_in():
     assert sent(reports) == [Reported(2, 2, 4, 2, 4, 2.5, b"b")]
 
 
-def test_on_another_connection_all_unacknowledged_reports_are_sent_again():
+def test_unacknowledged_reports_are_sent_again_on_another_connection():
     reports = queue(b"a", b"b", b"c")
     assert brief(sent(reports)) == [(1, 1, b"a"), (2, 1, b"b"), (3, 1, b"c")]
     reports.taken(1)
@@ -54,7 +54,7 @@ def test_on_another_connection_all_unacknowledged_reports_are_sent_again():
     assert brief(sent(reports)) == [(2, 2, b"b"), (3, 2, b"c"), (4, 2, b"d")]
 
 
-def test_no_more_is_under_way_than_buffers_hold():
+def test_reports_in_flight_are_limited_by_the_window():
     large = b"x" * (WINDOW_BYTES // 2 - OVERHEAD_BYTES)
     reports = queue(*[large] * 5)
     assert [report.number for report in sent(reports)] == [1, 2]
@@ -67,7 +67,7 @@ def test_no_more_is_under_way_than_buffers_hold():
     assert len(sent(alone)) == 1, "what is larger goes alone"
 
 
-def test_the_oldest_make_room_and_are_counted_where_they_are_missing():
+def test_oldest_reports_are_dropped_and_counted_when_the_queue_is_full():
     reports = queue(b"x" * (WINDOW_BYTES - OVERHEAD_BYTES))
     assert len(sent(reports)) == 1, "and no other fits beside it"
     for n in range(KEPT + 5):
@@ -80,7 +80,7 @@ def test_the_oldest_make_room_and_are_counted_where_they_are_missing():
     assert not any(report.dropped for report in following[1:])
 
 
-def test_bytes_are_bounded_too():
+def test_queued_bytes_are_limited():
     reports = queue(*[b"x" * 900] * 10, kept_bytes=5000)
     assert len(reports) == 5
     assert [(r.number, r.dropped) for r in sent(reports)][:2] == [(1, 5), (2, 0)]
@@ -93,7 +93,7 @@ def said(number: int, oldest: int = 1, *, dropped: int = 0, size: int = 1) -> Re
     return Reported(number, oldest, 3, 0, 1, 1.5, b"x" * size, dropped)
 
 
-def test_each_is_taken_once_and_answered_again():
+def test_each_report_is_accepted_once_and_acknowledged_again_when_repeated():
     ledger = ReportLedger()
     assert ledger.heard(A, said(1)) and ledger.heard(A, said(2)) and ledger.heard(B, said(1))
     assert ledger.answers() == [(A, ReportsTaken(2)), (B, ReportsTaken(1))]
@@ -103,7 +103,7 @@ def test_each_is_taken_once_and_answered_again():
     assert ledger.heard(A, said(3))
 
 
-def test_a_report_that_arrives_before_lost_ones_must_be_sent_again():
+def test_report_that_arrives_before_lost_ones_must_be_sent_again():
     ledger = ReportLedger()
     assert ledger.heard(A, said(1))
     assert not ledger.heard(A, said(4))
@@ -111,7 +111,7 @@ def test_a_report_that_arrives_before_lost_ones_must_be_sent_again():
     assert [ledger.heard(A, said(n)) for n in (2, 3, 4)] == [True] * 3
 
 
-def test_another_driver_continues_after_the_last_acknowledged_report():
+def test_next_driver_continues_after_the_last_acknowledged_report():
     ledger = ReportLedger()
     assert not ledger.heard(A, said(9, oldest=7)), "7 and 8 were lost with the driver before"
     assert ledger.answers() == []
@@ -120,7 +120,7 @@ def test_another_driver_continues_after_the_last_acknowledged_report():
     assert ledger.answers() == [(A, ReportsTaken(9)), (B, ReportsTaken(0))]
 
 
-def test_a_worker_that_has_much_under_way_is_answered_at_once():
+def test_worker_with_many_reports_in_flight_is_acknowledged_at_once():
     ledger = ReportLedger()
     ledger.heard(A, said(1, size=PRESSING_BYTES // 2))
     assert not ledger.pressing(A)
@@ -217,7 +217,7 @@ STEPS = ["make", "hear", "answer", "lose_and_go_on", "another_driver"]
 
 
 @given(st.lists(st.sampled_from(STEPS), max_size=60))
-def test_whatever_is_lost_on_the_way_nothing_is_missing_in_the_end(steps):
+def test_no_report_is_missing_after_any_losses_of_messages(steps):
     road = Road()
     for step in steps:
         getattr(road, step)()
@@ -226,7 +226,7 @@ def test_whatever_is_lost_on_the_way_nothing_is_missing_in_the_end(steps):
 
 
 @given(st.lists(st.sampled_from([*STEPS, "overflow"]), max_size=12))
-def test_what_found_no_room_is_counted(steps):
+def test_reports_without_room_are_counted_as_dropped(steps):
     road = Road()
     for step in ["overflow", *steps]:
         getattr(road, step)()

@@ -68,13 +68,13 @@ def worker(monkeypatch):
     return rt, link
 
 
-def test_before_init_and_after_shutdown_it_is_an_error_as_everything_is(monkeypatch):
+def test_report_before_init_raises_not_initialized(monkeypatch):
     monkeypatch.setattr(lifecycle, "_initialized", False)
     with raises(NotInitialized):
         elastic.report({"loss": 1.0})
 
 
-def test_without_a_driver_only_invalid_reports_have_an_effect(monkeypatch):
+def test_report_without_a_driver_only_checks_its_values(monkeypatch):
     rt = initialized(monkeypatch, None)
     assert rt.reporting is None
     elastic.report({"loss": math.nan})
@@ -83,7 +83,7 @@ def test_without_a_driver_only_invalid_reports_have_an_effect(monkeypatch):
     rt.close()
 
 
-def test_a_report_carries_where_and_when_it_was_made(worker, monkeypatch):
+def test_report_contains_the_place_and_time_of_its_creation(worker, monkeypatch):
     rt, link = worker
     monkeypatch.setattr("time.time", lambda: 1.8e9)
     elastic.report({"loss": 0.5})
@@ -94,14 +94,14 @@ def test_a_report_carries_where_and_when_it_was_made(worker, monkeypatch):
     assert (link.sent[-1].number, link.sent[-1].oldest) == (2, 2)
 
 
-def test_what_is_too_large_is_refused_and_nothing_is_sent(worker):
+def test_report_that_is_too_large_is_refused_and_not_sent(worker):
     _, link = worker
     with raises(Invalid):
         elastic.report({"text": "x" * 70_000})
     assert link.sent == []
 
 
-def test_a_driver_that_reads_nothing_delays_no_worker_and_gets_the_newest_reports_later(worker):
+def test_unresponsive_driver_delays_no_worker_and_gets_the_newest_reports_later(worker):
     rt, link = worker
     for n in range(5000):
         elastic.report({"n": n})
@@ -150,7 +150,7 @@ def test_each_thread_is_in_order_and_no_number_is_missing(worker):
         assert [m["n"] for m in metrics if m["thread"] == thread] == [*range(300)]
 
 
-def test_a_report_during_the_last_check_of_another_sender_is_sent_by_it():
+def test_report_added_while_another_sender_releases_its_lock_is_sent():
     link = Link()
     own = Reporting(link.send)
 
@@ -174,7 +174,7 @@ def test_a_report_during_the_last_check_of_another_sender_is_sent_by_it():
     assert [report.metrics for report in link.sent] == [b"first", b"late"]
 
 
-def test_a_link_that_breaks_ends_it_in_silence(worker):
+def test_broken_link_disables_reporting_silently(worker):
     rt, link = worker
     link.broken = True
     elastic.report({"n": 1})
@@ -184,7 +184,7 @@ def test_a_link_that_breaks_ends_it_in_silence(worker):
     rt.close()  # and no thread waits
 
 
-def test_at_the_end_it_waits_until_all_is_taken_but_not_for_ever(monkeypatch, capsys):
+def test_close_waits_for_acknowledgements_up_to_a_limit(monkeypatch, capsys):
     link = Link()
     own = Reporting(link.send)
     own.add(1, PLACE, b"\x80")
@@ -291,7 +291,7 @@ async def test_dropped_reports_are_logged_immediately_and_then_periodically():
     recorded("messages", told()[1])
 
 
-async def test_a_long_report_is_shortened_in_the_log_and_is_one_line():
+async def test_long_report_is_shortened_to_one_log_line():
     s = Listener()
     s.reports.heard(A, said(1, text="line\n" * 1000))
     [line] = s.log
@@ -312,7 +312,7 @@ def told_story(test):
 
 
 @told_story
-async def test_the_driver_hands_reports_on_and_decides_nothing_by_them(s, heard):
+async def test_reports_are_passed_to_the_callback_without_driver_decisions(s, heard):
     await s.train(A, B)
     s.server.heard(A, said(1, step=1))
     s.server.heard(B, said(1, rank=1, step=1))
@@ -354,7 +354,7 @@ async def test_reports_of_a_worker_outside_the_last_world_are_delivered_but_not_
     assert [*s.driver._reports._last] == [A], "a job may lose workers for as long as it likes"
 
 
-def test_the_public_names_are_there_and_the_drivers_side_needs_no_torch():
+def test_report_is_a_public_name_that_needs_no_torch():
     program = (
         "import sys\n"
         "from elastic.monitoring.reporting import Report, report\n"
@@ -365,6 +365,6 @@ def test_the_public_names_are_there_and_the_drivers_side_needs_no_torch():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_launch_refuses_what_it_cannot_call():
+def test_launch_refuses_a_callback_that_is_not_callable():
     with raises(Invalid):
         elastic.launch(print, on_report={})  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def test_steps_are_counted_while_a_function_trains():
     assert count() == 2
 
 
-def test_step_when_a_commit_is_restored_then_it_is_that_of_the_state():
+def test_restored_commit_resets_the_step_to_that_of_the_state():
     state = elastic.ObjectState(step=3)
     step_count.committed(5)
     state.report_step()
@@ -46,7 +46,7 @@ def test_step_when_a_commit_is_restored_then_it_is_that_of_the_state():
     assert step_count.state_step is None
 
 
-def test_a_step_of_two_optimizers_is_one():
+def test_step_of_two_optimizers_counts_once():
     first, second = optimizer(), optimizer()
     with step_count.counting():
         for _ in range(3):
@@ -55,13 +55,13 @@ def test_a_step_of_two_optimizers_is_one():
     assert count() == 3
 
 
-def test_the_states_step_is_a_whole_number():
+def test_only_an_integer_is_recorded_as_the_step_of_the_state():
     for step, known in ((7, 7), (True, None), (None, None), ("7", None)):
         step_count.committed(step)
         assert step_count.state_step == known
 
 
-def test_the_batch_size_is_known_where_all_loaders_have_the_same():
+def test_batch_size_is_known_only_when_all_loaders_have_the_same():
     cases: list[tuple[set[int | None], int | None]]
     cases = [({32}, 32), ({32, 64}, None), (set(), None), ({None}, None)]
     for sizes, known in cases:
@@ -69,7 +69,7 @@ def test_the_batch_size_is_known_where_all_loaders_have_the_same():
         assert step_count.batch == known
 
 
-def test_steps_that_an_optimizer_counts_itself_are_read_from_commits():
+def test_step_count_of_an_optimizer_is_read_from_commits():
     found = []
     for taken in (40, 43, 43, 41, 44):  # a commit of step 41 was restored
         step_count.committed(None, taken)

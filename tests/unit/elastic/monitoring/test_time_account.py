@@ -26,7 +26,7 @@ def test_each_second_is_booked_once():
     assert trained().times(135.0) == Times(training=24.0, committing=1.0, joining=10.0)
 
 
-def test_what_follows_the_newest_commit_is_lost_when_the_worker_steps_back():
+def test_time_after_the_newest_commit_is_lost_when_the_worker_steps_back():
     account = trained()
     account.begin("data", 132.0)
     account.begin("training", 134.0)
@@ -39,7 +39,7 @@ def test_what_follows_the_newest_commit_is_lost_when_the_worker_steps_back():
     assert total(times) == 40.0
 
 
-def test_a_recovery_begins_when_the_world_broke_and_not_when_the_thread_came_to_know():
+def test_recovery_begins_when_the_world_broke_even_when_noticed_later():
     account = trained()
     account.begin("recovering", 140.0, since=138.5)
     assert account.times(140.0).recovering == 1.5
@@ -53,7 +53,7 @@ def test_a_recovery_does_not_begin_before_the_last_change():
     )
 
 
-def test_a_planned_change_loses_nothing():
+def test_planned_change_loses_no_time():
     account = trained()
     account.begin("joining", 140.0)
     account.committed(141.0)
@@ -61,7 +61,7 @@ def test_a_planned_change_loses_nothing():
     assert account.times(141.0) == Times(training=29.0, committing=1.0, joining=11.0)
 
 
-def test_stepping_back_twice_loses_once():
+def test_stepping_back_twice_loses_time_once():
     account = trained()
     account.begin("recovering", 133.0)
     account.stepped_back()
@@ -69,7 +69,7 @@ def test_stepping_back_twice_loses_once():
     assert account.times(133.0).lost == 2.0
 
 
-def test_a_wait_inside_is_booked_even_if_it_raises():
+def test_wait_is_booked_even_when_an_exception_is_raised():
     account = TimeAccount(0.0, "training")
     try:
         with account.during("storage"):
@@ -80,7 +80,7 @@ def test_a_wait_inside_is_booked_even_if_it_raises():
     assert account.part == "training"
 
 
-def test_a_commit_ends_with_what_was_done_before_it():
+def test_commit_covers_the_time_before_its_completion():
     account = trained()
     account.begin("committing", 140.0)
     account.committed(141.0, "training")
@@ -88,7 +88,7 @@ def test_a_commit_ends_with_what_was_done_before_it():
     assert account.times(143.0) == Times(training=31.0, committing=2.0, joining=10.0)
 
 
-def test_time_before_the_training_function_is_no_training():
+def test_time_before_the_training_function_is_not_booked_as_training():
     account = TimeAccount(0.0)
     account.begin("training", 2.0)  # after init() of a job of a fixed size
     account.begin("joining", 8.0)

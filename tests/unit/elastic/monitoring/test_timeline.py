@@ -42,7 +42,7 @@ def parsed(lines):
 # ---- the buffer ------------------------------------------------------------------------------------------------------
 
 
-def test_a_span_is_one_record_once_it_is_over():
+def test_span_is_one_record_once_complete():
     buffer = TraceBuffer()
     buffer.begin("w", "ALLREDUCE", 10)
     buffer.begin("w", "QUEUE", 20)
@@ -52,7 +52,7 @@ def test_a_span_is_one_record_once_it_is_over():
     assert len(buffer) == 0
 
 
-def test_an_end_without_a_beginning_is_no_record():
+def test_end_without_a_beginning_makes_no_record():
     buffer = TraceBuffer()
     buffer.end("w", 5)
     buffer.begin("w", "QUEUE", 6)
@@ -61,7 +61,7 @@ def test_an_end_without_a_beginning_is_no_record():
     assert len(buffer) == 1
 
 
-def test_a_long_activity_is_recorded_while_it_lasts():
+def test_long_activity_is_recorded_while_in_progress():
     buffer = TraceBuffer()
     buffer.begin("w", "NEGOTIATE_ALLREDUCE", 0)
     buffer.begin("w", "inner", LASTS_NS - 1)
@@ -74,7 +74,7 @@ def test_a_long_activity_is_recorded_while_it_lasts():
     assert buffer.take(9) == [inner, ("E", "w", "NEGOTIATE_ALLREDUCE", 3 * LASTS_NS, 0)]
 
 
-def test_a_full_buffer_drops_and_counts_but_ends_what_it_has_begun():
+def test_full_buffer_drops_and_counts_records_but_ends_open_spans():
     buffer = TraceBuffer(limit=2)
     buffer.begin("w", "slow", 0)
     buffer.report_open_spans(LASTS_NS)
@@ -85,7 +85,7 @@ def test_a_full_buffer_drops_and_counts_but_ends_what_it_has_begun():
     assert buffer.take_dropped() == 4 and buffer.take_dropped() == 0
 
 
-def test_a_loss_ends_everything():
+def test_end_all_ends_every_open_span():
     buffer = TraceBuffer()
     buffer.begin("v", "outer", 1)
     buffer.begin("v", "inner", 2)
@@ -110,7 +110,7 @@ def rows_of():
     timeline.stop()
 
 
-def test_call_sites_write_into_the_present_buffer(rows_of):
+def test_call_sites_write_into_the_active_buffer(rows_of):
     buffer, _ = rows_of
     assert timeline.on
     timeline.begin("w", "ALLREDUCE")
@@ -145,7 +145,7 @@ def test_many_waiting_records_wake_the_sender(rows_of):
     assert len(pokes) == 2
 
 
-def test_long_activities_cost_nothing_without_a_timeline():
+def test_activities_are_not_recorded_without_a_timeline():
     assert not timeline.on
     with timeline.during("state", "commit"):
         pass
@@ -155,7 +155,7 @@ def test_long_activities_cost_nothing_without_a_timeline():
 # ---- the clock -------------------------------------------------------------------------------------------------------
 
 
-def test_the_quickest_question_is_believed():
+def test_fastest_round_trip_determines_the_clock_offset():
     clock, ahead = ClockOffset(), 5 * S
     clock.add(0, 900 + ahead, 910 + ahead, 1000)  # slow on the way there
     clock.add(2000, 2010 + ahead, 2020 + ahead, 2030)
@@ -163,13 +163,13 @@ def test_the_quickest_question_is_believed():
     assert (clock.offset_ns, clock.error_ns) == (ahead, 10)
 
 
-def test_one_host_has_one_clock():
+def test_clock_offset_is_zero_on_one_host():
     clock = ClockOffset()
     clock.add(1000, 1900, 1950, 2000)
     assert clock.offset_ns == 0 and clock.known
 
 
-def test_an_answer_that_cannot_be_is_left_out():
+def test_impossible_clock_answer_is_ignored():
     clock = ClockOffset()
     clock.add(1000, 500, 5000, 1100)
     assert clock.samples == 1 and not clock.known and clock.offset_ns == 0
@@ -226,7 +226,7 @@ class Talk:
         return found
 
 
-def test_first_the_clocks_are_compared_then_records_are_sent():
+def test_records_are_sent_after_the_clocks_are_compared():
     talk = Talk(ahead=7 * S)
     talk.fill(3)
     assert talk.sending.due(0) == []  # none was requested
@@ -240,7 +240,7 @@ def test_first_the_clocks_are_compared_then_records_are_sent():
     assert not talk.sent
 
 
-def test_a_driver_that_takes_nothing_gets_no_more_than_a_window():
+def test_driver_that_acknowledges_no_records_gets_at_most_a_window():
     talk = Talk(limit=WINDOW * BATCH)
     talk.say(protocol.Tracing(1, True))
     talk.fill(WINDOW * BATCH)
@@ -254,7 +254,7 @@ def test_a_driver_that_takes_nothing_gets_no_more_than_a_window():
     assert len(traced.records) == BATCH and traced.dropped == 5
 
 
-def test_at_the_end_everything_is_sent_in_the_same_portions():
+def test_remaining_records_are_sent_in_portions_when_the_timeline_ends():
     talk = Talk()
     talk.say(protocol.Tracing(1, True))
     talk.fill(BATCH * (WINDOW + 1) + 1)
@@ -269,7 +269,7 @@ def test_at_the_end_everything_is_sent_in_the_same_portions():
     assert not talk.of(protocol.Traced)  # it is over
 
 
-def test_the_end_of_an_earlier_timeline_ends_nothing():
+def test_end_of_an_earlier_timeline_does_not_end_the_current_one():
     talk = Talk()
     talk.say(protocol.Tracing(2, True))
     talk.say(protocol.Tracing(1, False))
@@ -289,7 +289,7 @@ def test_a_process_that_ends_sends_the_rest_without_waiting():
     assert sum(len(message.records) for message in rest) == BATCH * (WINDOW + 3) + 1
 
 
-def test_clocks_drift_so_they_are_compared_again():
+def test_clocks_are_compared_again_periodically():
     talk = Talk(ahead=0)
     talk.say(protocol.Tracing(1, True))
     talk.ahead = 3 * S
@@ -314,7 +314,7 @@ def test_names_that_cannot_be_sent_are_dropped_and_counted(name):
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_is_a_process_and_a_tensor_a_thread():
+def test_worker_is_shown_as_a_process_and_tensor_as_a_thread():
     form = TraceFormat(start_ns=1000, epoch_us=1_700_000_000_000_000)
     lines = [*form.opening(), *form.process("h:0#1", "rank 0 (h:0#1)", 1)]
     lines += form.records(
@@ -333,13 +333,13 @@ def test_a_worker_is_a_process_and_a_tensor_a_thread():
 
 
 @given(st.text(), st.text(), st.sampled_from("XBEi"), st.integers(0, 2**63), st.integers(0, 2**63))
-def test_any_record_is_valid_json(row, name, kind, at_ns, ns):
+def test_records_are_written_as_valid_json(row, name, kind, at_ns, ns):
     form = TraceFormat(0, 0)
     events = parsed(form.records("k", [(kind, row, name, at_ns, ns)]))
     assert events[-1]["name"] == name[: trace_format.NAME_LIMIT]
 
 
-def test_names_without_end_share_one_row():
+def test_rows_beyond_the_limit_share_one_row():
     form = TraceFormat(0, 0)
     many = [("i", f"noname.{n}", "x", 0, 0) for n in range(trace_format.ROWS_LIMIT + 50)]
     rows = [
@@ -352,7 +352,7 @@ def test_names_without_end_share_one_row():
 
 
 @given(st.lists(st.lists(st.text(max_size=20), max_size=4), max_size=8))
-def test_the_file_is_valid_after_each_write(tmp_path_factory, writes):
+def test_timeline_file_is_valid_after_each_write(tmp_path_factory, writes):
     path = tmp_path_factory.mktemp("timeline") / "t.json"
     file, expected = TraceFile(str(path)), []
     assert json.loads(path.read_text()) == []
@@ -365,7 +365,7 @@ def test_the_file_is_valid_after_each_write(tmp_path_factory, writes):
     assert [each.name for each in path.parent.iterdir()] == ["t.json"]
 
 
-def test_an_old_file_is_replaced_whole_and_a_link_is_followed(tmp_path):
+def test_old_timeline_file_is_replaced_completely_through_a_link(tmp_path):
     target, link = tmp_path / "old.json", tmp_path / "link.json"
     target.write_text("something that is longer than an empty timeline, and no JSON")
     link.symlink_to(target)
@@ -373,7 +373,7 @@ def test_an_old_file_is_replaced_whole_and_a_link_is_followed(tmp_path):
     assert link.is_symlink() and json.loads(target.read_text()) == []
 
 
-def test_a_full_disk_leaves_what_was_there_before(tmp_path, monkeypatch):
+def test_full_disk_keeps_the_previous_content_of_the_file(tmp_path, monkeypatch):
     path = tmp_path / "t.json"
     file = TraceFile(str(path))
     file.append(['{"name":"first"}'])
@@ -420,7 +420,7 @@ def told(lines):
     return found
 
 
-def test_generations_joins_fences_and_recoveries_are_events_of_the_driver():
+def test_driver_events_include_generations_joins_fences_and_recoveries():
     job = Timeline()
     lines = job.begin(0, 0, None)
     lines += job.noted(TimePassed(), [world(1, A, B)], 1 * S, {})
@@ -459,7 +459,7 @@ def test_generations_joins_fences_and_recoveries_are_events_of_the_driver():
     ]
 
 
-def test_a_file_that_begins_later_shows_the_present_world():
+def test_timeline_that_begins_later_shows_the_present_world():
     job = Timeline()
     found = told(job.begin(5 * S, 0, world(3, A, B)))
     assert ("driver", "B", "generations", "generation 3: 2 workers") in found
@@ -467,7 +467,7 @@ def test_a_file_that_begins_later_shows_the_present_world():
     assert told(job.begin(8 * S, 0, None)) == []
 
 
-def test_each_workers_records_stand_under_its_name_on_the_drivers_clock():
+def test_records_of_each_worker_have_its_name_and_the_clock_of_the_driver():
     job = Timeline()
     lines = job.begin(10 * S, 0, None) + job.noted(TimePassed(), [world(1, A, B)], 10 * S, {})
     record = ("X", "allreduce.w", "ALLREDUCE", 1 * S, S)

@@ -37,7 +37,7 @@ def test_a_function_of_the_script_is_named_with_its_line():
     assert here() == f"test_user_line.py:{inspect.getsourcelines(here)[1] + 1}"
 
 
-def test_a_thread_that_has_ended_is_nowhere():
+def test_exited_thread_has_no_line():
     thread = threading.Thread(target=lambda: None)
     thread.start()
     thread.join()

@@ -111,7 +111,7 @@ class Ranks:
         return [response.request.name.partition(".")[2] for response in self.ran[rank]]
 
 
-def test_what_all_have_offered_runs_in_one_order_for_all():
+def test_collectives_submitted_by_all_ranks_run_in_one_order():
     ranks = Ranks(3)
     ranks.submit(0, reduce("a"), reduce("b"))
     ranks.submit(1, reduce("b"))
@@ -133,7 +133,7 @@ def test_a_repeated_name_is_sent_as_a_bit():
     assert (last.requests, last.known) == ((), b"\x03")
 
 
-def test_in_the_steady_state_a_message_has_one_size_however_many_names():
+def test_steady_state_message_has_a_fixed_size_for_any_number_of_names():
     ranks = Ranks(2)
     names = [reduce(f"n{number}") for number in range(1024)]
     for _ in range(3):
@@ -143,7 +143,7 @@ def test_in_the_steady_state_a_message_has_one_size_however_many_names():
     assert ranks.names() == [f"n{number}" for number in range(1024)] * 3
 
 
-def test_a_changed_shape_is_negotiated_again_also_if_others_have_sent_bits():
+def test_changed_shape_is_negotiated_again_when_peers_have_sent_bits():
     ranks = Ranks(3)
     for _ in range(2):
         for rank in range(3):
@@ -176,7 +176,7 @@ def test_rows_and_splits_reach_all_ranks_and_are_cached():
     assert ranks.ran[0][-1].rows == ((1,), (6,))
 
 
-def test_sets_have_separate_names():
+def test_process_sets_have_separate_names():
     ranks = Ranks(3)
     ranks.submit(0, reduce("a"), members=(0, 2))
     ranks.submit(1, reduce("a"))
@@ -184,7 +184,7 @@ def test_sets_have_separate_names():
     assert [ranks.names(rank) for rank in range(3)] == [["a"], [], ["a"]]
 
 
-def test_numbers_that_are_used_up_are_forgotten_by_all_at_once():
+def test_exhausted_cache_numbers_are_dropped_by_all_ranks_at_once():
     ranks = Ranks(2, capacity=2)
     for name in "abcabcabcabc":
         for rank in range(2):
@@ -193,7 +193,7 @@ def test_numbers_that_are_used_up_are_forgotten_by_all_at_once():
     assert ranks.decisions[-1].epoch > 0
 
 
-def test_a_bit_of_the_epoch_before_is_still_understood():
+def test_cache_bit_of_the_previous_epoch_is_accepted():
     ranks = Ranks(2, capacity=1)
     for _ in range(2):
         for rank in range(2):
@@ -208,7 +208,7 @@ def test_a_bit_of_the_epoch_before_is_still_understood():
     assert decision.responses[0].request == reduce("a")
 
 
-def test_a_rank_that_joined_is_no_longer_waited_for():
+def test_joined_rank_is_not_awaited():
     ranks = Ranks(3)
     for _ in range(2):
         for rank in range(3):
@@ -231,7 +231,7 @@ def test_a_rank_that_joined_is_no_longer_waited_for():
     assert [response.error for response in ranks.ran[0][-2:]] == ["", ""]
 
 
-def test_what_was_submitted_before_a_join_runs_though_all_have_joined():
+def test_collectives_submitted_before_a_join_run_when_all_ranks_have_joined():
     ranks = Ranks(2)
     for _ in range(2):
         for rank in range(2):
@@ -243,7 +243,7 @@ def test_what_was_submitted_before_a_join_runs_though_all_have_joined():
     assert ranks.decisions[-1].last_joined == 1
 
 
-def test_a_join_ends_when_a_rank_is_gone_that_never_joined():
+def test_join_ends_when_a_rank_leaves_without_joining():
     ranks = Ranks(3)
     ranks.submit(0, Request(JOIN, JOIN))
     ranks.submit(2, Request(LEAVE, LEAVE))
@@ -252,7 +252,7 @@ def test_a_join_ends_when_a_rank_is_gone_that_never_joined():
     assert ranks.ran[1][-1].refused
 
 
-def test_a_long_group_differs_wherever_it_differs():
+def test_mismatch_in_a_long_group_or_a_close_scale_is_described():
     def group(*lengths: int) -> Request:
         tensors = tuple(("float32", (length,)) for length in lengths)
         return Request(ALLREDUCE, "allreduce.g", tensors, lasting=True)
@@ -280,7 +280,7 @@ def test_a_leaving_rank_is_named_to_its_waiters():
     assert ranks.ran[1][-1].error == ""
 
 
-def test_a_joining_rank_is_acknowledged_before_it_may_complete_others_collectives():
+def test_joining_rank_is_acknowledged_before_collectives_complete_without_its_data():
     coordinator = Coordinator(3, 8)
     join = Request(JOIN, JOIN)
     [first] = coordinator.offer(2, RequestList(ALL, 0, b"", (join,)))
@@ -290,7 +290,7 @@ def test_a_joining_rank_is_acknowledged_before_it_may_complete_others_collective
     assert coordinator.offer(1, RequestList(ALL, 0, b"", (join,)))[-1].last_joined == 1
 
 
-def test_all_answers_of_an_agreement_reach_all():
+def test_all_payloads_of_an_agreement_reach_all_ranks():
     ranks = Ranks(2)
     ranks.submit(1, Request(AGREE, "agree.x", payload="one"))
     ranks.submit(0, Request(AGREE, "agree.x", payload="zero"))
@@ -309,7 +309,7 @@ def test_notification_of_one_rank_reaches_all_members_in_the_order_of_the_coordi
     assert ranks.coordinator.stalled(1e9, 1.0, 1.0) == ([], [])
 
 
-def test_what_waits_too_long_is_named_once_with_the_missing_ranks():
+def test_collective_that_waits_too_long_is_named_once_with_its_missing_ranks():
     ranks = Ranks(3)
     for _ in range(2):
         for rank in range(3):
@@ -345,7 +345,7 @@ def test_progress_between_two_checks_restarts_the_wait():
     always(Ranks(2), gather("a", 1))  # by its number
 
 
-def test_what_is_submitted_again_after_it_was_given_up_has_all_its_time():
+def test_resubmitted_collective_gets_its_full_time_limit_after_a_shutdown():
     ranks = Ranks(2)
     look = ranks.coordinator.stalled
     ranks.submit(0, reduce("a"))
@@ -360,7 +360,7 @@ def test_what_is_submitted_again_after_it_was_given_up_has_all_its_time():
     assert ranks.ran[1][-1].error == ""
 
 
-def test_a_wait_continues_while_others_run_and_if_it_is_requested_by_name():
+def test_stalled_wait_continues_during_other_collectives_and_a_changed_request():
     ranks = Ranks(3)
     for _ in range(2):
         for rank in range(3):
@@ -391,7 +391,7 @@ def test_a_wait_continues_while_others_run_and_if_it_is_requested_by_name():
         (Request(BARRIER, "barrier"), Request(BARRIER, "barrier"), ""),
     ],
 )
-def test_a_mismatch_names_what_differs_and_who(first, second, words):
+def test_mismatch_names_the_difference_and_its_ranks(first, second, words):
     found = mismatch({0: first, 1: second})
     assert (words in found) if words else not found
 
@@ -400,7 +400,7 @@ def test_bits_are_sent_in_ascending_order():
     assert list(bits((1 << 1000) | (1 << 9) | 1)) == [0, 9, 1000]
 
 
-def test_ranks_that_wait_for_each_other_immediately_get_the_calls_of_all():
+def test_ranks_in_a_deadlock_immediately_get_the_calls_of_all_ranks():
     ranks = Ranks(3)
     for _ in range(3):  # the names have numbers
         for rank in range(3):
@@ -427,7 +427,7 @@ def test_ranks_that_wait_for_each_other_immediately_get_the_calls_of_all():
     assert not ranks.ran[0][-1].error and ranks.ran[0][-1].request.name == "allreduce.loss"
 
 
-def test_a_wait_for_ranks_that_can_arrive_is_no_deadlock():
+def test_wait_for_ranks_that_can_arrive_is_not_a_deadlock():
     ranks = Ranks(3)
     ranks.submit(0, reduce("a"))
     ranks.submit(1, reduce("a"))
@@ -444,7 +444,7 @@ def test_a_wait_for_ranks_that_can_arrive_is_no_deadlock():
     assert ranks.names(2) == ["a", "b"]
 
 
-def test_a_cycle_across_sets_is_one_and_a_joined_rank_is_in_none():
+def test_deadlock_across_process_sets_is_found_without_joined_ranks():
     ranks = Ranks(3)
     ranks.submit(2, Request(JOIN, JOIN))
     ranks.submit(0, reduce("a"))
@@ -459,7 +459,7 @@ def test_a_cycle_across_sets_is_one_and_a_joined_rank_is_in_none():
     assert [each.calls for each in ranks.ran[2]] == [calls]
 
 
-def test_a_rank_that_joins_last_shows_that_the_others_wait_for_each_other():
+def test_join_of_the_last_rank_reveals_a_deadlock():
     ranks = Ranks(3)
     for rank, name in enumerate("ab"):
         ranks.submit(rank, reduce(name))
@@ -481,7 +481,7 @@ def test_a_mismatch_lists_the_calls_of_each_group_of_ranks():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_order_of_the_same_calls_makes_ranks_wait_for_each_other(seed):
+def test_equal_calls_in_any_order_cause_no_deadlock(seed):
     """Each rank submits all calls of a round in its own order, then waits for each, announced at random."""
     chance = random.Random(seed)
     size = chance.randrange(2, 5)
@@ -518,7 +518,7 @@ def test_no_order_of_the_same_calls_makes_ranks_wait_for_each_other(seed):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_at_random_all_ranks_run_the_same_in_the_same_order(seed):
+def test_random_schedules_run_in_one_order_on_all_ranks(seed):
     """Each rank submits the same calls in its own order; messages take any time, in order on each connection."""
     chance = random.Random(seed)
     size = chance.randrange(2, 6)

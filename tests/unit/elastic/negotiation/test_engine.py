@@ -12,7 +12,7 @@ from elastic.rendezvous import environment
 from elastic.rendezvous.store import Store
 
 
-def test_requests_of_a_closed_engine_end_with_it():
+def test_pending_requests_are_released_when_the_engine_closes():
     engine = Engine(
         generation=1,
         place=Place(rank=1, size=2, local_rank=1, local_size=2, cross_rank=0, cross_size=1),

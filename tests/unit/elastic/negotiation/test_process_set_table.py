@@ -53,17 +53,17 @@ def content(table: ProcessSetTable) -> dict[int, tuple[int, ...]]:
 # ---- lists of ranks ----------------------------------------------------------------------------------------------
 
 
-def test_ranks_are_sorted_whatever_they_came_in():
+def test_ranks_of_a_process_set_are_sorted():
     assert checked_ranks([2, 0]) == checked_ranks({0, 2}) == checked_ranks(range(0, 4, 2)) == (0, 2)
 
 
 @pytest.mark.parametrize("ranks", [[], [0, 0, 1], [0, -1], [0, 1.5], [True, 2], ["0"], "01", 3])
-def test_what_is_no_list_of_ranks_is_refused(ranks):
+def test_invalid_rank_lists_are_refused(ranks):
     with raises(Invalid):
         checked_ranks(ranks)
 
 
-def test_a_communicator_is_refused_because_there_is_no_mpi():
+def test_mpi_communicator_is_refused():
     class Comm:
         def Get_rank(self) -> int:
             return 0
@@ -72,7 +72,7 @@ def test_a_communicator_is_refused_because_there_is_no_mpi():
         checked_ranks(Comm())
 
 
-def test_ranks_that_a_world_does_not_have_are_left_out():
+def test_ranks_missing_in_a_world_are_omitted():
     assert present((0, 2, 5), 6) == (0, 2, 5)
     assert present((0, 2, 5), 3) == (0, 2)
     assert present((4, 5), 3) == ()
@@ -81,7 +81,7 @@ def test_ranks_that_a_world_does_not_have_are_left_out():
 # ---- adding and removing -----------------------------------------------------------------------------------------
 
 
-def test_numbers_count_from_one_and_are_never_used_twice():
+def test_set_numbers_start_at_one_and_are_never_reused():
     tables = world(3)
     assert add(tables, (0, 1), (1, 2)) == [1, 2]
     assert remove(tables, (0, 1)) is True
@@ -89,7 +89,7 @@ def test_numbers_count_from_one_and_are_never_used_twice():
     assert [content(table) for table in tables] == [{2: (1, 2), 3: (0, 1)}] * 3
 
 
-def test_a_reference_to_a_set_sees_its_changes():
+def test_held_entry_reflects_the_removal_of_its_set():
     tables = world(2)
     wishes = ask(tables, ADD, (0,))
     (held,) = tables[0].add(wishes, 1)
@@ -99,7 +99,7 @@ def test_a_reference_to_a_set_sees_its_changes():
     assert held.ranks == (0,)
 
 
-def test_the_same_ranks_twice_are_refused_and_nothing_changes():
+def test_duplicate_sets_are_refused_without_an_effect():
     tables = world(3)
     add(tables, (0, 2))
     for sets in [(0, 2)], [(0, 1), (0, 1)], [(1,), (0, 2)]:
@@ -125,7 +125,7 @@ def test_a_rank_that_existed_once_may_return():
     assert add([*survivors, newcomer], (1, 3), generation=2) == [1]
 
 
-def test_all_ranks_are_the_global_set_where_the_world_never_changes():
+def test_set_of_all_ranks_is_refused_when_the_world_size_is_fixed():
     tables = world(2)
     wishes = ask(tables, ADD, (0, 1))
     with pytest.raises(Invalid, match="use global_process_set"):
@@ -133,7 +133,7 @@ def test_all_ranks_are_the_global_set_where_the_world_never_changes():
     assert tables[0].add(wishes, 1)[0].number == 1
 
 
-def test_ranks_with_different_requests_all_get_the_requests_of_each_rank():
+def test_different_requests_raise_an_error_with_the_requests_of_all_ranks():
     tables = world(4)
     wishes = [
         *ask(tables[:1], ADD, (0, 1)),
@@ -155,7 +155,7 @@ def test_removing_an_unknown_set_is_an_error():
     assert remove(world(2), (0, 1)) is False
 
 
-def test_after_shutdown_no_set_is_left_and_numbers_restart():
+def test_sets_and_numbers_are_reset_by_a_shutdown():
     (table,) = tables = world(1)
     add(tables, (0,))
     held = table.entries()[0]
@@ -168,7 +168,7 @@ def test_after_shutdown_no_set_is_left_and_numbers_restart():
 # ---- after the world has changed ---------------------------------------------------------------------------------
 
 
-def test_a_set_of_an_earlier_generation_is_found_again():
+def test_set_of_an_earlier_generation_is_found_again():
     tables = world(3)
     assert add(tables, (0, 1), generation=1) == [1]
     assert add(tables, (0, 1), generation=2) == [1]
@@ -176,7 +176,7 @@ def test_a_set_of_an_earlier_generation_is_found_again():
         tables[0].add(ask(tables, ADD, (0, 1), generation=2), 2)
 
 
-def test_a_change_that_only_some_made_is_made_by_all_the_second_time():
+def test_partially_applied_change_is_completed_by_the_next_request():
     tables = world(3)
     add(tables, (0, 1))
     tables[0].add(ask(tables, ADD, (1, 2)), 1)  # the world broke before the others had the answer
@@ -187,7 +187,7 @@ def test_a_change_that_only_some_made_is_made_by_all_the_second_time():
     assert [content(table) for table in tables] == [{2: (1, 2), 3: (0,)}] * 3
 
 
-def test_a_number_that_means_another_set_somewhere_is_given_up():
+def test_conflicting_set_number_is_abandoned():
     tables = world(2)
     tables[0].add(ask(tables[:1], ADD, (0,)), 1)
     tables[1].add(ask(tables[1:], ADD, (1,)), 1)  # both call theirs 1
@@ -196,7 +196,7 @@ def test_a_number_that_means_another_set_somewhere_is_given_up():
     assert [content(table) for table in tables] == [{2: (0,), 3: (1,)}] * 2
 
 
-def test_a_newcomer_takes_over_what_the_world_has():
+def test_joining_rank_adopts_the_table_of_the_world():
     """It registered what the script's first lines say; the world has removed a set since, and added one."""
     tables = world(3)
     add(tables, (0, 1), (1, 2))
@@ -223,7 +223,7 @@ def test_a_newcomer_that_saw_another_size_gets_the_set_of_the_same_statement():
     recorded("messages", news)
 
 
-def test_a_survivor_that_lags_behind_takes_the_table_over_in_silence():
+def test_lagging_survivor_adopts_the_table_without_a_message():
     ahead, behind = world(2)
     add([ahead, behind], (0,))
     behind.add(ask([behind], ADD, (0, 1)), 1)  # the others never had the answer
@@ -285,7 +285,7 @@ class Job:
             table.in_world(len(self.tables))
 
 
-def test_every_table_ends_equal():
+def test_tables_of_all_ranks_are_equal_after_each_change():
     """Repeated training is repeated by all; so the tables are equal after every completed change."""
     for seed in range(50):
         job = Job(seed)

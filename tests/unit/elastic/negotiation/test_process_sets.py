@@ -73,7 +73,7 @@ def test_a_set_that_is_not_registered_has_no_number(world):
         resolve(made)
 
 
-def test_a_registered_set_counts_in_itself(world):
+def test_registered_set_has_its_own_rank_and_size(world):
     added = add_process_set([1, 3])
     assert (added.process_set_id, added.size(), added.rank(), added.included()) == (1, 2, 0, True)
     assert resolve(added) == (1, 3)
@@ -88,7 +88,7 @@ def test_a_registered_set_counts_in_itself(world):
             ask()
 
 
-def test_none_and_the_global_set_mean_all_ranks(world):
+def test_process_set_none_and_the_global_set_contain_all_ranks(world):
     assert resolve(None) is None and resolve(global_process_set) is None
     assert isinstance(global_process_set, ProcessSet)
     assert (global_process_set.process_set_id, global_process_set.ranks) == (0, [0, 1, 2, 3])
@@ -125,7 +125,7 @@ def test_init_registers_a_list_of_sets(world):
             change()
 
 
-def test_the_environment_allows_changes_too(world):
+def test_environment_variable_enables_dynamic_process_sets(world):
     process_sets.unregister_all()
     world.env.dynamic_process_sets = True
     basics.init()
@@ -147,7 +147,7 @@ def test_init_lists_its_accepted_arguments(world, given, sentence):
         basics.init(process_sets=given)
 
 
-def test_added_and_removed_and_added_again(world):
+def test_process_set_can_be_removed_and_added_again(world):
     added = add_process_set(ProcessSet([0, 1]))
     assert process_set_by_id(1) is added
     assert process_sets.process_sets() == [global_process_set, added]
@@ -162,7 +162,7 @@ def test_added_and_removed_and_added_again(world):
     assert added.process_set_id == 2 and resolve(added) == (0, 1)
 
 
-def test_what_can_not_be_added_or_removed(world):
+def test_invalid_sets_cannot_be_added_or_removed(world):
     with refuses("is always registered"):
         add_process_set(global_process_set)
     assert remove_process_set(global_process_set) is False
@@ -176,7 +176,7 @@ def test_what_can_not_be_added_or_removed(world):
         add_process_set([0])
 
 
-def test_all_ranks_are_a_separate_set_only_if_the_world_may_change(world):
+def test_all_ranks_are_a_separate_set_only_when_the_world_may_change(world):
     assert add_process_set(range(4)).process_set_id == 1
     world.elastic = False
     remove_process_set(process_set_by_id(1))
@@ -184,13 +184,13 @@ def test_all_ranks_are_a_separate_set_only_if_the_world_may_change(world):
         add_process_set(range(4))
 
 
-def test_before_init_the_sentence_is_the_usual_one():
+def test_process_set_calls_before_init_raise_not_initialized():
     for ask in lambda: add_process_set([0]), lambda: remove_process_set(ProcessSet([0])):
         with raises(NotInitialized):
             ask()
 
 
-def test_shutdown_forgets_them(world):
+def test_shutdown_unregisters_all_sets(world):
     added = add_process_set([0])
     basics.shutdown()
     assert added.process_set_id is None
@@ -200,7 +200,7 @@ def test_shutdown_forgets_them(world):
 # ---- when the world changes ----------------------------------------------------------------------
 
 
-def test_a_set_consists_of_the_current_workers_with_its_ranks(world):
+def test_process_set_contains_the_present_workers_with_their_ranks(world):
     added = add_process_set([0, 1, 3])
     world.change(rank=0, size=3)
     assert resolve(added) == (0, 1)
@@ -209,7 +209,7 @@ def test_a_set_consists_of_the_current_workers_with_its_ranks(world):
     assert (resolve(added), added.size(), added.rank()) == ((0, 1, 3), 3, 2)
 
 
-def test_a_set_without_a_remaining_rank_is_an_error(world):
+def test_process_set_without_a_remaining_rank_raises_an_error(world):
     added = add_process_set([2, 3])
     world.change(rank=0, size=2)
     assert (added.size(), added.included()) == (0, False)
@@ -225,7 +225,7 @@ def test_a_restarted_training_function_finds_its_set(world):
     assert remove_process_set(first) and again.process_set_id is None
 
 
-def test_a_newcomer_is_promised_a_place_and_registers_what_it_likes(world, monkeypatch):
+def test_joining_rank_may_register_any_set_before_its_world(world, monkeypatch):
     process_sets.unregister_all()
     world.provisional, world.generation = True, 0
     world.place.size = 2
@@ -287,7 +287,7 @@ def test_a_rank_with_the_newest_commit_continues_immediately(world):
 # ---- init(comm=...) ------------------------------------------------------------------------------
 
 
-def test_all_ranks_may_be_listed(world):
+def test_init_accepts_a_list_of_all_ranks(world):
     basics.init(comm=[0, 1, 2, 3])
     basics.init(comm=[])
     basics.init(comm=range(4))
@@ -302,6 +302,6 @@ def test_all_ranks_may_be_listed(world):
         ([object()], "MPI is not used"),
     ],
 )
-def test_a_part_of_the_ranks_is_no_job(world, comm, sentence):
+def test_init_with_a_part_of_the_ranks_is_refused(world, comm, sentence):
     with refuses(sentence):
         basics.init(comm=comm)

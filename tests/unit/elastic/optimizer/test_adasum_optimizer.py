@@ -112,7 +112,7 @@ def values(model: Any) -> list[torch.Tensor]:
     ],
 )
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_local_steps_are_added_up(threads, size, kind, options):
+def test_local_steps_are_combined_by_adasum(threads, size, kind, options):
     def train(rank, world):
         model = net(3, 4, 2)
         optimizer = wrapped(model, kind, options)
@@ -141,7 +141,7 @@ def test_the_local_steps_are_added_up(threads, size, kind, options):
         assert all(map(torch.equal, result, results[0]))
 
 
-def test_a_world_of_one_steps_as_without(own):
+def test_adasum_optimizer_in_a_world_of_one_steps_like_the_plain_one(own):
     own.world = World(0, 1)
     model, plain = net(3, 2), net(3, 2)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -154,7 +154,7 @@ def test_a_world_of_one_steps_as_without(own):
     assert own.world.reduced == []
 
 
-def test_schedulers_made_from_the_plain_optimizer_see_its_steps(own):
+def test_schedulers_of_the_plain_optimizer_observe_its_steps(own):
     own.world = World(0, 1)
     model = net(3, 2)
     plain = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -166,7 +166,7 @@ def test_schedulers_made_from_the_plain_optimizer_see_its_steps(own):
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_a_parameter_without_a_gradient_here_takes_the_others_step(threads):
+def test_parameter_without_a_local_gradient_gets_the_step_of_its_peer(threads):
     def train(rank, world):
         model: Any = torch.nn.ModuleList([net(3, 2), net(3, 2)])
         optimizer = wrapped(model)
@@ -184,7 +184,7 @@ def test_a_parameter_without_a_gradient_here_takes_the_others_step(threads):
         torch.testing.assert_close(second[rank], values(plain))
 
 
-def test_all_of_a_device_travel_together_under_one_name(threads):
+def test_deltas_of_a_device_are_sent_together_under_one_name(threads):
     def train(rank, world):
         model = net(3, 2)
         model[0].bias.requires_grad_(False)  # it never changes
@@ -228,7 +228,7 @@ def test_compression_applies_to_deltas(threads):
             assert result[0].dtype == torch.float32
 
 
-def test_memory_formats_sparse_gradients_and_complex_parameters(threads):
+def test_memory_formats_sparse_gradients_and_complex_parameters_are_supported(threads):
     def train(rank, world):
         convolution = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         embedding = torch.nn.Embedding(6, 2, sparse=True)
@@ -251,7 +251,7 @@ def test_memory_formats_sparse_gradients_and_complex_parameters(threads):
         assert wave.tolist() == [1 - 1j] * 3
 
 
-def test_sparse_as_dense_serves_optimizers_that_know_only_dense_gradients(threads):
+def test_sparse_as_dense_enables_optimizers_that_require_dense_gradients(threads):
     def train(rank, world):
         embedding = torch.nn.Embedding(6, 2, sparse=True)
         torch.nn.init.ones_(embedding.weight)
@@ -268,7 +268,7 @@ def test_sparse_as_dense_serves_optimizers_that_know_only_dense_gradients(thread
 # ---- as an optimizer -----------------------------------------------------------------------------
 
 
-def test_it_is_the_users_class_and_shares_what_schedulers_know(threads):
+def test_adasum_optimizer_keeps_the_class_and_shares_state_with_schedulers(threads):
     def use(rank, world):
         model = net(3, 2)
         user = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -298,7 +298,7 @@ def test_it_is_the_users_class_and_shares_what_schedulers_know(threads):
     assert threads(2, use) == [1, 1]
 
 
-def test_closures_run_as_often_as_the_optimizer_likes(threads):
+def test_closures_are_run_as_often_as_the_optimizer_requires(threads):
     def train(rank, world, kind=None, options=None):
         model = net(3, 2)
         optimizer = wrapped(model, kind, options)
@@ -323,7 +323,7 @@ def test_closures_run_as_often_as_the_optimizer_likes(threads):
         assert all(map(torch.equal, model0, model1))
 
 
-def test_passes_are_counted_and_may_be_fewer(threads):
+def test_passes_are_counted_and_may_be_changed(threads):
     def train(rank, world):
         model = net(3, 2)
         optimizer = wrapped(model, backward_passes_per_step=2)
@@ -364,7 +364,7 @@ def test_parameters_may_be_added(threads):
     assert not torch.equal(first[0], net(3, 2)[0].weight)
 
 
-def test_a_rank_whose_gradients_overflowed_adds_nothing(threads):
+def test_rank_with_overflowed_gradients_contributes_no_delta(threads):
     def train(rank, world, unscale=False, fused=False):
         model = net(3, 2)
         options = {"lr": 0.1, "fused": fused}
@@ -399,7 +399,7 @@ def test_a_rank_whose_gradients_overflowed_adds_nothing(threads):
 # ---- what can go wrong ---------------------------------------------------------------------------
 
 
-def test_if_the_world_breaks_parameters_are_as_before_the_step(own):
+def test_broken_world_restores_the_parameters_of_the_step(own):
     own.world = World(0, 2, fake.world(2)[0], elastic=True)
     model = net(3, 2)
     optimizer = wrapped(model)
@@ -414,7 +414,7 @@ def test_if_the_world_breaks_parameters_are_as_before_the_step(own):
     loss_of(model, 0).backward()
 
 
-def test_in_a_new_world_passes_are_counted_anew(own):
+def test_passes_are_counted_from_zero_in_a_new_world(own):
     own.world = World(0, 2, fake.world(2)[0], elastic=True)
     model = net(3, 2)
     optimizer = wrapped(model)
@@ -425,7 +425,7 @@ def test_in_a_new_world_passes_are_counted_anew(own):
     optimizer.step()
 
 
-def test_an_error_of_the_step_itself_leaves_no_half_step(own):
+def test_error_inside_the_step_restores_the_parameters(own):
     own.world = World(0, 2, fake.world(2)[0])
     model = net(3, 2)
     optimizer = wrapped(model)
@@ -441,7 +441,7 @@ def test_an_error_of_the_step_itself_leaves_no_half_step(own):
     assert all(map(torch.equal, values(model), before))
 
 
-def test_the_number_of_ranks_is_checked_first(own):
+def test_number_of_ranks_is_checked_before_the_step(own):
     own.world = World(0, 3)
     with raises(ValueError):
         wrapped(net(3, 2))
@@ -455,7 +455,7 @@ def test_the_number_of_ranks_is_checked_first(own):
     assert all(map(torch.equal, values(model), before))
 
 
-def test_arguments_that_do_not_go_with_adasum_are_refused(own):
+def test_unsupported_arguments_of_adasum_are_refused(own):
     own.world = World(0, 2)
     with pytest.raises(ValueError, match="gradient_predivide_factor"):
         wrapped(net(3, 2), gradient_predivide_factor=2.0)

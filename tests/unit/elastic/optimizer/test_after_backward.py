@@ -98,7 +98,7 @@ def as_one_process(threads: Any, change: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("change", [*CHANGES, clip_as_horovod_documents_it])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_changes_after_backward_are_those_of_one_process(threads, change, passes):
+def test_gradient_changes_after_backward_equal_one_process(threads, change, passes):
     """From the first step on."""
     as_one_process(threads, change, passes=passes)
 
@@ -116,12 +116,12 @@ def with_checkpoints(use_reentrant: bool) -> Any:
 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_with_checkpoints(threads, use_reentrant, passes):
+def test_checkpointed_models_train_as_in_one_process(threads, use_reentrant, passes):
     as_one_process(threads, clip_norm, run=with_checkpoints(use_reentrant), passes=passes)
 
 
 @pytest.mark.slow
-def test_with_a_compiled_model(world):
+def test_compiled_models_are_clipped_like_plain_ones(world):
     def compiled(model: Any) -> Any:
         return torch.compile(model, backend="aot_eager")
 
@@ -129,7 +129,7 @@ def test_with_a_compiled_model(world):
     torch.testing.assert_close(ours, theirs)
 
 
-def test_several_optimizers_of_one_pass(threads):
+def test_several_optimizers_of_one_pass_train_equally_on_all_ranks(threads):
     def train(rank):
         model = net(3, 4, 2)
         parts = list(model) if rank else list(reversed(model))
@@ -147,7 +147,7 @@ def test_several_optimizers_of_one_pass(threads):
     assert first == second
 
 
-def test_a_closure_that_clips(threads):
+def test_closure_that_clips_gradients_gives_equal_parameters(threads):
     """As a trainer's that hands all of a step to the optimizer."""
 
     def train(rank):
@@ -171,7 +171,7 @@ def test_a_closure_that_clips(threads):
 # ---- gradients that are missing ------------------------------------------------------------------
 
 
-def test_parameters_that_differ_by_rank_are_clipped_alike(threads):
+def test_parameters_that_differ_by_rank_are_clipped_equally(threads):
     """Which ones are used changes with every step. The first step clips each rank's own gradients, and says nothing."""
 
     def train(rank):
@@ -188,7 +188,7 @@ def test_parameters_that_differ_by_rank_are_clipped_alike(threads):
     assert first == second
 
 
-def test_a_rank_that_has_all_gradients_waits_for_none_that_lacks_some(threads):
+def test_rank_with_all_gradients_does_not_wait_for_an_incomplete_one(threads):
     """In the first step, where it can't be known whether another pass follows, both leave it to step()."""
 
     def train(rank):
@@ -211,7 +211,7 @@ def test_a_rank_that_has_all_gradients_waits_for_none_that_lacks_some(threads):
     assert first[0] == [False, True]
 
 
-def test_losses_with_parameters_of_their_own_may_have_a_pass_each(threads):
+def test_losses_with_separate_parameters_may_have_one_pass_each(threads):
     def train(rank):
         model, other = net(3, 2), net(3, 2)
         both: Any = torch.nn.ModuleList([model, other])
@@ -228,7 +228,7 @@ def test_losses_with_parameters_of_their_own_may_have_a_pass_each(threads):
     assert first == second
 
 
-def test_a_pass_that_no_other_step_had_says_what_to_do(world):
+def test_unexpected_second_pass_is_refused_until_backward_passes_per_step_is_set(world):
     both: Any = torch.nn.ModuleList([net(3, 2), net(3, 2)])
     optimizer = sgd(both)
     for _ in range(2):
@@ -249,7 +249,7 @@ def test_a_pass_that_no_other_step_had_says_what_to_do(world):
 
 
 @pytest.mark.parametrize("twins", [False, True])
-def test_ranks_may_run_the_passes_of_optimizers_in_any_order(threads, twins):
+def test_passes_of_several_optimizers_may_run_in_different_orders(threads, twins):
     def train(rank):
         models = [net(3, 2), net(3, 2 if twins else 4)]
         optimizers = [sgd(model) for model in models]
@@ -326,7 +326,7 @@ def seen_after_backward(threads: Any, change: Any, steps: int = 6) -> list[list[
 
 
 @pytest.mark.parametrize("who", [(0, 1), (1,)], ids=["all ranks", "one rank"])
-def test_freezing_and_thawing_changes_nothing_of_when_gradients_are_reduced(threads, who):
+def test_freezing_and_thawing_does_not_change_when_gradients_are_reduced(threads, who):
     def freeze(model: Any, rank: int, number: int) -> None:
         if rank in who:
             model[0].requires_grad_(number not in (2, 3))

@@ -22,7 +22,7 @@ def test_later_plans_are_agreed_on_the_cpu_wherever_gradients_are():
     assert joined_rank.channel_device(known, gpu) == torch.device("cpu")
 
 
-def test_a_rank_that_joined_waits_for_later_plans_where_the_others_agree(monkeypatch):
+def test_joined_rank_waits_for_later_plans_on_the_cpu_group(monkeypatch):
     asked: list[str] = []
     rt = create_autospec(WorkerRuntime, instance=True)
     rt.wanted.side_effect = lambda purpose, type, members: asked.append(type)

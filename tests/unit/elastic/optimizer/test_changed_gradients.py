@@ -109,7 +109,7 @@ def test_the_refusal_names_a_gradient_and_leaves_no_rank_waiting(threads):
     assert threads(2, train) == [[1.0, 1.0]] * 2
 
 
-def test_a_hook_that_comes_after_ours_is_refused(world):
+def test_hook_after_the_reduction_hook_is_refused(world):
     model, optimizer = small(1, WIDE, 1)
     train_once(model, optimizer)
 
@@ -131,7 +131,7 @@ def test_a_hook_that_comes_after_ours_is_refused(world):
 @pytest.mark.parametrize("op", [Op.AVERAGE, Op.SUM])
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_the_reduction_itself_is_none(world, compression, op, inside, set_to_none):
+def test_reduction_is_not_reported_as_a_change(world, compression, op, inside, set_to_none):
     world.become(2, group=MirroredGroup(2, scales_inside=inside))
     for widths in ((3, 2), (1, WIDE, 1)):
         model, optimizer = small(*widths, lr=0.0, op=op, compression=compression)
@@ -141,7 +141,7 @@ def test_the_reduction_itself_is_none(world, compression, op, inside, set_to_non
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_what_other_ranks_write_is_none(threads, compression):
+def test_writes_of_other_ranks_are_not_reported_as_a_change(threads, compression):
     def train(rank):
         model, optimizer = small(1, WIDE, 2, lr=0.0, compression=compression)
         for step in range(6):
@@ -152,7 +152,7 @@ def test_what_other_ranks_write_is_none(threads, compression):
     assert threads(3, train) == [[1.0, 1.0]] * 3
 
 
-def test_adding_up_over_passes_is_none(world):
+def test_accumulation_over_passes_is_not_reported_as_a_change(world):
     model, optimizer = small(3, WIDE, 2, lr=0.0, backward_passes_per_step=2)
     for set_to_none in (False, True, False):
         optimizer.zero_grad(set_to_none)
@@ -165,7 +165,7 @@ def test_adding_up_over_passes_is_none(world):
     assert model[-1].bias.grad.tolist() == [1.5, 1.5]
 
 
-def test_a_hook_that_comes_before_ours_makes_none(world):
+def test_hook_before_the_reduction_hook_is_not_reported_as_a_change(world):
     def halve(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         parameter.grad.mul_(0.5)
@@ -181,7 +181,7 @@ def test_a_hook_that_comes_before_ours_makes_none(world):
     assert model[0].bias.grad.tolist() == [1.0, 1.0]
 
 
-def test_gradients_that_were_taken_away_are_none(world, monkeypatch):
+def test_cleared_gradients_are_not_reported_as_a_change(world, monkeypatch):
     monkeypatch.setattr(gradient_reducer, "FIRST_BYTES", 0)
     monkeypatch.setattr(gradient_reducer, "FULL_BYTES", 0)
     model, other = net(1, WIDE, 2), net(3, 2)
@@ -197,7 +197,7 @@ def test_gradients_that_were_taken_away_are_none(world, monkeypatch):
     assert model[-1].bias.grad.tolist() == [1.0, 1.0]
 
 
-def test_gradients_that_come_without_backward_are_none(world):
+def test_gradients_assigned_without_backward_are_not_reported_as_a_change(world):
     model, optimizer = small(3, 2, lr=0.0)
     for value in (1.0, 2.0, 3.0):
         for parameter in model.parameters():
@@ -207,7 +207,7 @@ def test_gradients_that_come_without_backward_are_none(world):
         assert model[0].bias.grad.tolist() == [2 * value] * 2
 
 
-def test_sparse_gradients_may_be_added_up_and_are_none(world):
+def test_accumulated_sparse_gradients_are_not_reported_as_a_change(world):
     table: Any = torch.nn.Embedding(10, 2, sparse=True)
     optimizer = DistributedOptimizer(
         torch.optim.SGD(table.parameters(), lr=0.1), sparse_as_dense=True
@@ -218,7 +218,7 @@ def test_sparse_gradients_may_be_added_up_and_are_none(world):
         optimizer.step()
 
 
-def test_a_scaler_makes_none(world):
+def test_gradient_scaler_is_not_reported_as_a_change(world):
     model, optimizer = small(1, WIDE, 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for _ in range(3):
@@ -228,7 +228,7 @@ def test_a_scaler_makes_none(world):
         scaler.update()
 
 
-def test_an_abandoned_step_leaves_nothing_behind(world):
+def test_abandoned_step_does_not_affect_the_next(world):
     model, optimizer = small(3, 2, lr=0.0)
     train_once(model, optimizer)
     optimizer.zero_grad()

@@ -63,7 +63,7 @@ def backward_cut_short(model, optimizer) -> None:
         handle.remove()
 
 
-def test_it_is_an_optimizer_of_the_same_class_that_shares_everything(world):
+def test_distributed_optimizer_has_the_class_and_shares_the_state_of_the_wrapped_one(world):
     model = net(3, 2)
     plain: Any = torch.optim.Adam(model.parameters(), lr=0.5)
     wrapped = DistributedOptimizer(plain, model.named_parameters())
@@ -142,7 +142,7 @@ def test_a_wrapped_model_can_be_copied(world):
     assert not optimizer._reducer.pending
 
 
-def test_a_step_counts_as_activity(world):
+def test_step_counts_as_activity(world):
     model, optimizer = small(3, 2)
     backward(model)
     before = world.activity
@@ -153,7 +153,7 @@ def test_a_step_counts_as_activity(world):
 # ---- how gradients travel ------------------------------------------------------------------------
 
 
-def test_the_first_step_compares_plans_and_later_ones_send_only_buckets(world):
+def test_first_step_compares_plans_and_later_steps_send_only_buckets(world):
     model, optimizer = small(3, 2)
     backward(model)
     assert [op for op, _ in world.gradients.calls] == ["MAX", "SUM"]
@@ -166,7 +166,7 @@ def test_the_first_step_compares_plans_and_later_ones_send_only_buckets(world):
     assert len(world.gradients.calls) == 3
 
 
-def test_buckets_are_launched_in_plan_order_whatever_becomes_ready_first(world, monkeypatch):
+def test_buckets_are_launched_in_plan_order_for_any_order_of_readiness(world, monkeypatch):
     monkeypatch.setattr(gradient_reducer, "FIRST_BYTES", 0)
     monkeypatch.setattr(gradient_reducer, "FULL_BYTES", 0)
     first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(100))
@@ -184,7 +184,7 @@ def test_buckets_are_launched_in_plan_order_whatever_becomes_ready_first(world, 
     optimizer.step()
 
 
-def test_gradients_become_views_and_stay_where_they_are(world):
+def test_gradients_become_views_and_keep_their_memory(world):
     model, optimizer = small(3, 4, 2, lr=0.0)
     train_once(model, optimizer)
     places = [parameter.grad.data_ptr() for parameter in model.parameters()]
@@ -196,7 +196,7 @@ def test_gradients_become_views_and_stay_where_they_are(world):
     torch.testing.assert_close(grads(model), expected)
 
 
-def test_a_gradient_that_got_other_memory_is_copied_in(world):
+def test_replaced_gradient_memory_is_copied_into_the_bucket(world):
     model, optimizer = small(3, 2, lr=0.0)
     train_once(model, optimizer)
     for parameter in model.parameters():
@@ -205,7 +205,7 @@ def test_a_gradient_that_got_other_memory_is_copied_in(world):
     assert all(bool((gradient == 5.0).all()) for gradient in grads(model))
 
 
-def test_the_divisor_is_the_size_of_the_present_world(world):
+def test_divisor_is_the_size_of_the_present_world(world):
     model, optimizer = small(3, 2, lr=0.0, op=Op.SUM)
     sizes = []
     for size in (2, 3, 1, 4):
@@ -215,7 +215,7 @@ def test_the_divisor_is_the_size_of_the_present_world(world):
     assert sizes == [2.0, 3.0, 1.0, 4.0]
 
 
-def test_a_world_of_one_neither_talks_nor_copies(world):
+def test_world_of_one_neither_communicates_nor_copies(world):
     world.become(1)
     model, optimizer = small(3, 2)
     backward(model)
@@ -228,7 +228,7 @@ def test_a_world_of_one_neither_talks_nor_copies(world):
     assert not optimizer._reducer._plan.buckets
 
 
-def test_a_newcomer_that_has_not_joined_acts_as_a_world_of_one(world):
+def test_joining_worker_before_its_world_acts_as_a_world_of_one(world):
     world.gradients = LocalCollectives()
     model, optimizer = small(3, 2)
     backward(model)
@@ -238,7 +238,7 @@ def test_a_newcomer_that_has_not_joined_acts_as_a_world_of_one(world):
 
 
 @pytest.mark.parametrize("op", [Op.MIN, Op.MAX])
-def test_other_reductions_are_not_scaled(world, op):
+def test_reductions_other_than_average_are_not_scaled(world, op):
     model, optimizer = small(3, 2, lr=0.0, op=op)
     backward(model)
     expected = grads(model)
@@ -247,7 +247,7 @@ def test_other_reductions_are_not_scaled(world, op):
     assert world.gradients.calls[-1][0] == op.name
 
 
-def test_parameters_of_any_shape_layout_and_dtype(world):
+def test_parameters_of_any_shape_layout_and_dtype_are_reduced(world):
     scalar = torch.nn.Parameter(torch.tensor(2.0))
     image: Any = torch.nn.Conv2d(3, 4, 3)
     image = image.to(memory_format=torch.channels_last)
@@ -268,7 +268,7 @@ def test_parameters_of_any_shape_layout_and_dtype(world):
             assert parameter.grad.stride() == parameter.stride()
 
 
-def test_groups_travel_in_one_piece(world):
+def test_groups_are_reduced_in_one_piece(world):
     model = net(3, 4, 2)
     optimizer = sgd(model, groups=[[model[0].weight, model[1].bias]])
     train_once(model, optimizer)
@@ -281,7 +281,7 @@ def test_groups_travel_in_one_piece(world):
     assert len(world.gradients.calls) == 1 + 4
 
 
-def test_halves_travel_and_floats_arrive(world):
+def test_fp16_compression_returns_float32_gradients(world):
     model, optimizer = small(3, 2, lr=0.0, compression=Compression.fp16)
     for _ in range(2):
         take_steps(model, optimizer, 1, scale=3.0)
@@ -289,7 +289,7 @@ def test_halves_travel_and_floats_arrive(world):
         assert model[0].bias.grad.tolist() == [3.0, 3.0]
 
 
-def test_a_users_compression_sees_each_gradient(world):
+def test_custom_compression_is_applied_to_each_gradient(world):
     model, optimizer = small(3, 2, lr=0.0, compression=Rounding)
     for _ in range(2):
         take_steps(model, optimizer, 1, scale=3.2)
@@ -300,7 +300,7 @@ def test_a_users_compression_sees_each_gradient(world):
 # ---- passes, missing gradients, changing parameters ----------------------------------------------
 
 
-def test_passes_are_added_up_and_travel_once(world):
+def test_passes_are_accumulated_and_reduced_once(world):
     model, optimizer = small(3, 2, lr=0.0, backward_passes_per_step=3)
     for _ in range(2):
         optimizer.zero_grad()
@@ -325,7 +325,7 @@ def test_an_unfinished_accumulation_can_be_stepped(world):
     assert model[0].bias.grad.tolist() == [1.0, 1.0]
 
 
-def test_one_pass_too_many_says_what_to_do(world):
+def test_one_backward_pass_too_many_raises_with_the_option_to_set(world):
     model = net(3, 2)
     sgd_ = sgd(model)
     backward(model)
@@ -334,7 +334,7 @@ def test_one_pass_too_many_says_what_to_do(world):
     assert sgd_._reducer.pending
 
 
-def test_two_optimizers_of_one_model_are_named_as_what_they_are(world):
+def test_two_optimizers_of_one_model_are_named_in_the_error(world):
     model = net(3, 2)
     old, new = sgd(model), sgd(model)
     backward(model)
@@ -397,7 +397,7 @@ def test_zero_grad_is_refused_while_gradients_travel(world):
     optimizer.zero_grad()
 
 
-def test_load_state_dict_forgets_the_passes_counted(world):
+def test_load_state_dict_resets_the_counted_passes(world):
     model, optimizer = small(3, 2, backward_passes_per_step=2)
     backward(model)
     optimizer.load_state_dict(optimizer.state_dict())
@@ -423,7 +423,7 @@ def test_freezing_and_thawing_makes_a_new_plan(world):
     assert sent == [[33], [33, 65], [65], [65], [33]]
 
 
-def test_an_added_group_travels_too(world):
+def test_added_parameter_group_is_reduced(world):
     model, late = net(3, 2), net(3, 1)
     optimizer = sgd(model, lr=0.0)
     train_once(model, optimizer)
@@ -447,7 +447,7 @@ def test_a_changed_dtype_makes_a_new_plan(world):
     assert model[0].bias.grad.tolist() == [1.0, 1.0]
 
 
-def test_a_dropped_optimizer_takes_its_hooks_along(world):
+def test_deleted_optimizer_removes_its_hooks(world):
     model = net(3, 2)
     first = sgd(model)
     backward(model)
@@ -460,7 +460,7 @@ def test_a_dropped_optimizer_takes_its_hooks_along(world):
     assert [op for op, _ in world.gradients.calls] == ["MAX", "SUM", "MAX", "SUM", "SUM"]
 
 
-def test_all_parameters_frozen_is_no_reason_to_fail(world):
+def test_all_parameters_may_be_frozen(world):
     model, optimizer = small(3, 2)
     model.requires_grad_(False)
     optimizer.step()
@@ -500,7 +500,7 @@ def test_sparse_gradients_can_be_made_dense(threads):
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, Rounding])
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_an_optimizer_that_takes_only_sparse_gradients_gets_them_back(
+def test_optimizer_that_accepts_only_sparse_gradients_gets_sparse_ones(
     world, compression, set_to_none
 ):
     table: Any = torch.nn.Embedding(10, 2, sparse=True)
@@ -514,7 +514,7 @@ def test_an_optimizer_that_takes_only_sparse_gradients_gets_them_back(
         assert rows == [0.0, 1.0, 2.0, 0.0]
 
 
-def test_a_rank_without_a_gradient_learns_that_it_is_sparse(threads):
+def test_rank_without_a_gradient_gets_a_sparse_gradient(threads):
     def train(rank):
         table: Any = torch.nn.Embedding(10, 2, sparse=True)
         optimizer = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.0))
@@ -536,7 +536,7 @@ def test_sparse_gradients_have_no_minimum(threads):
 
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("bad", [0, 1], ids=["the first step", "a later one"])
-def test_all_ranks_skip_the_step_in_which_one_found_infinities(threads, clips, bad):
+def test_all_ranks_skip_a_step_in_which_one_found_infinities(threads, clips, bad):
     def train(rank):
         model, optimizer = small(3, 2)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -559,7 +559,7 @@ def test_all_ranks_skip_the_step_in_which_one_found_infinities(threads, clips, b
     assert first[0] == [8.0] * bad + [4.0] * (3 - bad)
 
 
-def test_a_scaler_with_unscaling_and_clipping_as_horovod_documents_it(threads):
+def test_gradient_scaler_with_unscaling_and_clipping_trains_equally_on_all_ranks(threads):
     def train(rank):
         model, optimizer = small(3, 2)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -579,7 +579,7 @@ def test_a_scaler_with_unscaling_and_clipping_as_horovod_documents_it(threads):
 
 
 @pytest.mark.slow
-def test_compiled_models_train_like_others(world):
+def test_compiled_models_train_like_plain_models(world):
     model, plain = net(3, 4, 2), net(3, 4, 2)
     compiled = torch.compile(model, backend="aot_eager")
     ours, theirs = sgd(model), torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -606,7 +606,7 @@ def test_a_hook_that_cannot_launch_marks_the_world_broken_and_step_raises(world)
         optimizer.step()
 
 
-def test_a_broken_world_launches_nothing(world):
+def test_broken_world_launches_no_bucket(world):
     model, optimizer = small(3, 2)
     train_once(model, optimizer)
     world.mark_broken(1, "a word from the driver")
@@ -617,7 +617,7 @@ def test_a_broken_world_launches_nothing(world):
         optimizer.synchronize()
 
 
-def test_after_a_restore_training_goes_on_in_the_new_world(world):
+def test_training_continues_in_the_new_world_after_a_restore(world):
     model, optimizer = small(3, 2, lr=0.0)
     train_once(model, optimizer)
     optimizer.zero_grad()
@@ -653,7 +653,7 @@ def test_buffers_that_old_works_may_write_are_not_used_again(world):
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["scaled outside", "scaled inside"])
-def test_buckets_made_anew_in_one_world_average_as_those_before(world, inside):
+def test_rebuilt_buckets_in_one_world_average_like_the_previous_ones(world, inside):
     world.become(2, group=MirroredGroup(2, scales_inside=inside))
     model, optimizer = small(3, 2, lr=0.0)
     train_once(model, optimizer)
@@ -670,7 +670,7 @@ def test_buckets_made_anew_in_one_world_average_as_those_before(world, inside):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 @pytest.mark.slow
-def test_a_step_may_be_in_a_compiled_function(world):
+def test_step_may_be_called_in_a_compiled_function(world):
     model, optimizer = small(3, 2, lr=0.0)
 
     @torch.compile(backend="eager")
@@ -722,7 +722,7 @@ def test_another_order_of_equal_parameters_is_refused(threads):
     threads(2, train)
 
 
-def test_a_parameter_without_a_gradient_gets_zeros_whatever_the_size_of_an_elastic_world(world):
+def test_parameter_without_a_gradient_gets_zeros_for_any_size_of_an_elastic_world(world):
     """Else weight decay and momentum would act on it in a world of two and not in a world of one."""
     for size in (2, 1):
         world.become(size)
@@ -755,12 +755,12 @@ def test_a_parameter_without_a_gradient_gets_zeros_whatever_the_size_of_an_elast
         {"process_set": ProcessSet([0, 1])},
     ],
 )
-def test_bad_options_say_what_to_do(world, options):
+def test_bad_options_are_refused(world, options):
     with raises(ValueError):
         sgd(net(3, 2), **options)
 
 
-def test_bad_names_say_what_to_do(world):
+def test_bad_names_and_groups_are_refused(world):
     one, two = net(3, 2), net(3, 2)
     both = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
     with raises(ValueError):
@@ -781,12 +781,12 @@ def test_only_a_plain_optimizer_can_be_wrapped(world):
         DistributedOptimizer(net(3, 2))
 
 
-def test_num_groups_is_an_old_name(world):
+def test_num_groups_is_deprecated(world):
     with warns(DeprecationWarning):
         sgd(net(3, 2), num_groups=2)
 
 
-def test_init_comes_first(monkeypatch):
+def test_distributed_optimizer_before_init_raises_not_initialized(monkeypatch):
     def nothing():
         raise NotInitialized("call init() first")
 
@@ -862,7 +862,7 @@ def test_each_group_of_parameters_keeps_its_options(world):
     torch.testing.assert_close(values(model), values(plain))
 
 
-def test_two_models_against_each_other(world):
+def test_adversarial_models_train_with_alternating_freezing(world):
     """One learns to judge what the other makes; while that one learns, the judge is frozen. No plan changes by it."""
 
     def play(wrap):
@@ -885,7 +885,7 @@ def test_two_models_against_each_other(world):
     torch.testing.assert_close(ours, theirs)
 
 
-def test_several_backwards_in_one_pass_each(world):
+def test_several_backwards_count_as_one_pass_each(world):
     """Two losses, one after the other: as many passes as there are backwards."""
     model, plain = net(3, 2), net(3, 2)
     ours = sgd(model, backward_passes_per_step=2)
@@ -899,7 +899,7 @@ def test_several_backwards_in_one_pass_each(world):
     torch.testing.assert_close(values(model), values(plain))
 
 
-def test_a_removed_process_set_says_so_at_the_step(threads):
+def test_removed_process_set_raises_in_the_step(threads):
     def train(rank):
         pair = ProcessSet([0, 1])
         pair._entry.number = 1
@@ -914,7 +914,7 @@ def test_a_removed_process_set_says_so_at_the_step(threads):
     threads(2, train)
 
 
-def test_the_first_step_of_a_world_takes_one_message_besides_the_gradients(world):
+def test_first_step_of_a_world_sends_one_message_besides_the_gradients(world):
     """Where ranks are far from each other, each message is a step's time."""
 
     class Telling(MirroredGroup):
@@ -946,13 +946,13 @@ def freezing(rank: int, freezes: dict[tuple[int, int], bool], steps: int = 6) ->
     return [each.tolist() for each in values(model)], model[0].bias.grad
 
 
-def test_a_rank_that_freezes_alone_adds_zeros_and_takes_the_others_gradients(threads):
+def test_rank_that_freezes_alone_adds_zeros_and_applies_the_reduced_gradients(threads):
     (first, gradient), (second, other) = threads(2, lambda rank: freezing(rank, {(0, 3): True}))
     assert first == second
     assert gradient.tolist() == other.tolist() != [0.0, 0.0]
 
 
-def test_a_rank_that_thaws_alone_trains_what_the_others_follow(threads):
+def test_parameter_thawed_on_one_rank_is_trained_on_all(threads):
     def train(rank):
         return freezing(rank, {(0, -1): True, (1, -1): True, (1, 3): False})
 
@@ -964,7 +964,7 @@ def freezing_nothing(threads) -> Any:
     return threads(2, lambda rank: freezing(rank, {(0, -1): True, (1, -1): True}))[0][0]
 
 
-def test_what_is_thawed_is_reduced_in_the_very_step_and_the_rest_only_once(threads):
+def test_thawed_parameter_is_reduced_in_the_same_step_and_all_gradients_once(threads):
     def train(rank):
         model, optimizer = small(3, 2, 1, lr=0.0, op=Op.SUM)
         for step in range(3):
@@ -980,7 +980,7 @@ def test_what_is_thawed_is_reduced_in_the_very_step_and_the_rest_only_once(threa
     assert threads(2, train) == [expected] * 2
 
 
-def test_what_all_have_frozen_is_left_alone_by_the_optimizer(threads):
+def test_parameter_frozen_on_all_ranks_has_no_gradient(threads):
     freezes = {(0, 2): True, (1, 4): True}
     results = threads(2, lambda rank: freezing(rank, freezes))
     assert [gradient for _, gradient in results] == [None, None]
@@ -988,7 +988,7 @@ def test_what_all_have_frozen_is_left_alone_by_the_optimizer(threads):
 
 
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
-def test_a_parameter_that_grows_in_place(threads, who):
+def test_grown_parameter_is_reduced_only_when_grown_on_all_ranks(threads, who):
     def train(rank):
         model, optimizer = small(3, 2, lr=0.1)
         for step in range(3):
@@ -1015,7 +1015,7 @@ def test_the_first_option_that_differs_is_named_with_both_values(threads):
     threads(3, train)
 
 
-def test_newcomers_that_differ_end_alone(threads):
+def test_joining_ranks_with_different_options_fail_with_state_mismatch(threads):
     """Whatever the driver compared: those that have trained go on without them."""
 
     def train(rank):

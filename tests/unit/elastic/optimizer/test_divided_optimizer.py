@@ -49,7 +49,7 @@ def entry_bytes(optimizer: Any) -> int:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", divided_optimizer.ELEMENTWISE)
-def test_all_ranks_have_the_parameters_of_the_whole_optimizer(threads, kind: str, size: int):
+def test_all_ranks_have_the_parameters_of_an_undivided_optimizer(threads, kind: str, size: int):
     def train(rank: int) -> tuple[list[torch.Tensor], int]:
         model = net(*WIDTHS)
         optimizer = made(kind, model)
@@ -67,7 +67,7 @@ def test_all_ranks_have_the_parameters_of_the_whole_optimizer(threads, kind: str
     assert largest <= all_bytes / size * (1 + size * len(wanted) / elements)
 
 
-def test_parameters_that_exceed_one_gather_are_brought_in_several(threads, monkeypatch):
+def test_parameters_beyond_the_gather_limit_are_gathered_in_several_pieces(threads, monkeypatch):
     monkeypatch.setattr(divided_optimizer, "GATHERED_BYTES", 12)  # three elements
 
     def train(rank: int) -> list[torch.Tensor]:
@@ -108,7 +108,7 @@ def test_groups_frozen_parameters_schedules_and_closures_work_as_in_the_whole_op
         assert all(map(torch.allclose, parameters, wanted))
 
 
-def test_the_state_of_a_whole_optimizer_is_loaded_by_parts(threads):
+def test_state_of_a_whole_optimizer_is_loaded_in_parts(threads):
     model = net(*WIDTHS)
     plain = torch.optim.Adam(model.parameters(), lr=0.05)
     take_steps(model, plain, 2)
@@ -136,7 +136,7 @@ class NormOfAll(torch.optim.SGD):
     """An update of one element depends on others."""
 
 
-def test_what_cannot_be_divided_is_refused(world):
+def test_optimizers_and_options_that_cannot_be_divided_are_refused(world):
     model = net(*WIDTHS)
     for optimizer in (
         NormOfAll(model.parameters(), lr=0.1),
@@ -161,7 +161,7 @@ def test_what_cannot_be_divided_is_refused(world):
             )
 
 
-def test_a_step_in_a_world_for_which_it_was_not_divided_is_refused(world):
+def test_step_in_a_world_without_a_matching_division_is_refused(world):
     model = net(*WIDTHS)
     optimizer = made("SGD", model)
     before = [each.detach().clone() for each in model.parameters()]
@@ -171,14 +171,14 @@ def test_a_step_in_a_world_for_which_it_was_not_divided_is_refused(world):
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_a_copy_which_would_have_this_ranks_part_as_a_whole_is_refused(world):
+def test_divided_optimizer_cannot_be_copied_or_pickled(world):
     optimizer = made("SGD", net(*WIDTHS))
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(NotPicklable):
             copied(optimizer)
 
 
-def test_join_is_refused_where_a_rank_would_step_no_more(world):
+def test_join_is_refused_with_a_divided_optimizer(world):
     optimizer = made("SGD", net(*WIDTHS))
     with pytest.raises(Invalid):
         join()
@@ -199,7 +199,7 @@ def test_a_dropped_optimizer_that_waits_for_the_collector_does_not_prevent_join(
         lifecycle.shutdown()
 
 
-def test_compression_and_passes_go_with_it(threads):
+def test_divided_optimizer_works_with_compression_and_passes(threads):
     def train(rank: int) -> None:
         model = net(*WIDTHS)
         optimizer = made("SGD", model, compression=Rounding, backward_passes_per_step=2)
@@ -212,7 +212,7 @@ def test_compression_and_passes_go_with_it(threads):
     threads(2, train)
 
 
-def test_another_world_gets_each_element_of_each_entry_from_the_rank_that_had_it(threads):
+def test_entries_of_another_world_size_are_concatenations_of_the_parts(threads):
     def parts(rank: int) -> dict[str, Any]:
         model = net(*WIDTHS)
         optimizer = made("Adam", model)

@@ -70,7 +70,7 @@ def world(monkeypatch):
     return run
 
 
-def test_it_helps_nobody_to_their_end_before_its_join_is_known(world):
+def test_joined_rank_helps_no_step_before_its_join_is_known(world):
     """Who was helped joins next, and would be taken for the earlier of the two."""
     story: list[str] = []
 
@@ -118,7 +118,7 @@ def grads(*models: torch.nn.Module) -> list[Any]:
     [(Op.AVERAGE, 4.0), (Op.SUM, 12.0), (Op.MIN, 0.0), (Op.MAX, 6.0), (Op.PRODUCT, 0.0)],
 )
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, Compression.bf16])
-def test_it_adds_zeros_whatever_the_reduction(world, monkeypatch, op, expected, compression):
+def test_joined_rank_adds_zeros_for_any_reduction(world, monkeypatch, op, expected, compression):
     monkeypatch.setattr(gradient_reducer, "FIRST_BYTES", 0)
     monkeypatch.setattr(gradient_reducer, "FULL_BYTES", 0)
 
@@ -137,7 +137,7 @@ def test_it_adds_zeros_whatever_the_reduction(world, monkeypatch, op, expected, 
     assert others == [[expected, expected]] * 2
 
 
-def test_its_parameters_gradients_and_optimizer_stay_as_they_are(world):
+def test_joined_rank_keeps_its_parameters_gradients_and_optimizer(world):
     def run(rank, attendance):
         model = net(3, 2)
         optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1))
@@ -154,7 +154,7 @@ def test_its_parameters_gradients_and_optimizer_stay_as_they_are(world):
     assert world(2, run) == [2.0, 5.0]
 
 
-def test_who_joined_sees_nothing_of_an_overflow_in_the_last_step_of_the_others(world):
+def test_joined_rank_does_not_record_an_overflow_in_later_steps_of_its_peers(world):
     """So checkpoints compare what was before it only where all have seen it."""
 
     def run(rank, attendance):
@@ -177,7 +177,7 @@ def test_who_joined_sees_nothing_of_an_overflow_in_the_last_step_of_the_others(w
     assert first[3] == others[0][3] is not None  # all have seen what came later
 
 
-def test_all_but_one_join_and_the_next_epochs_are_as_before(world):
+def test_epochs_after_a_join_of_all_but_one_rank_are_unaffected(world):
     def run(rank, attendance):
         model, optimizer = small(3, 2, lr=0.0)
         seen = []
@@ -193,7 +193,7 @@ def test_all_but_one_join_and_the_next_epochs_are_as_before(world):
     assert world(3, run) == [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0], [3.0, 1.0, 3.0]]
 
 
-def test_it_returns_who_joined_last(world):
+def test_join_returns_the_last_rank_to_join(world):
     def run(rank, attendance):
         attendance.await_joined(2 - rank)
         return join.join()
@@ -201,7 +201,7 @@ def test_it_returns_who_joined_last(world):
     assert world(3, run) == [0, 0, 0]
 
 
-def test_a_world_of_one(world):
+def test_join_in_a_world_of_one_returns_0(world):
     def run(rank, attendance):
         model = net(3, 2)
         take_steps(model, sgd(model), 1)
@@ -210,7 +210,7 @@ def test_a_world_of_one(world):
     assert world(1, run) == [0]
 
 
-def test_a_user_s_compression_is_followed(world):
+def test_joined_rank_uses_the_custom_compression(world):
     def run(rank, attendance):
         model, optimizer = small(3, 2, lr=0.0, compression=Rounding)
         take_steps(model, optimizer, 1)
@@ -223,7 +223,7 @@ def test_a_user_s_compression_is_followed(world):
     assert world(2, run) == [[1.0, 1.0], [2.0, 2.0]]
 
 
-def test_sparse_gradients_are_followed_with_none(world):
+def test_joined_rank_follows_sparse_gradients_without_a_gradient(world):
     def run(rank, attendance):
         table: Any = torch.nn.Embedding(10, 2, sparse=True)
         optimizer = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.0))
@@ -242,7 +242,7 @@ def test_sparse_gradients_are_followed_with_none(world):
 # ---- plans that come and go meanwhile ------------------------------------------------------------
 
 
-def test_a_rank_without_any_data_takes_part_from_the_first_step(world):
+def test_rank_without_data_participates_from_the_first_step(world):
     def run(rank, attendance):
         model, optimizer = small(3, 2, lr=0.0)
         for _ in range(2):
@@ -275,7 +275,7 @@ def test_several_optimizers_may_step_in_any_order_and_at_different_rates(world):
     assert world(2, run) == [[5.0] * 3] * 2
 
 
-def test_two_backwards_before_two_steps(world):
+def test_joined_rank_follows_two_backwards_before_two_steps(world):
     def run(rank, attendance):
         models = [net(3, 2), net(4, 2)]
         optimizers = [sgd(model, lr=0.0) for model in models]
@@ -296,7 +296,7 @@ def test_two_backwards_before_two_steps(world):
     assert world(2, run) == [[4.0, 4.0], [2.0, 2.0]]
 
 
-def test_parameters_are_thawed_and_frozen_meanwhile(world):
+def test_parameters_may_be_thawed_and_frozen_while_a_rank_has_joined(world):
     def run(rank, attendance):
         model = net(3, 4, 2)
         model[0].requires_grad_(False)
@@ -315,7 +315,7 @@ def test_parameters_are_thawed_and_frozen_meanwhile(world):
     assert world(3, run) == [3.0] * 3
 
 
-def test_a_rank_that_comes_back_follows_what_the_others_have_thawed(world):
+def test_rejoining_rank_follows_parameters_thawed_by_its_peers(world):
     def run(rank, attendance):
         model = net(3, 4, 2)
         model[0].requires_grad_(False)
@@ -333,7 +333,7 @@ def test_a_rank_that_comes_back_follows_what_the_others_have_thawed(world):
     assert one == two and any(one)
 
 
-def test_an_optimizer_takes_the_place_of_one_that_is_gone(world):
+def test_new_optimizer_replaces_a_deleted_one_while_a_rank_has_joined(world):
     def run(rank, attendance):
         first = net(3, 2)
         optimizer = sgd(first, lr=0.0)
@@ -420,7 +420,7 @@ def test_gradients_are_averaged_within_the_set_only(world):
     assert world(3, run) == [0.5, 0.5, 2.0]
 
 
-def test_on_a_rank_outside_the_set_the_optimizer_is_a_plain_one(world):
+def test_optimizer_is_a_plain_one_on_a_rank_outside_of_the_process_set(world):
     def run(rank, attendance):
         model, optimizer = small(3, 2, lr=1.0, process_set=registered(0, 1))
         before = model[0].bias.tolist()[0]
@@ -457,7 +457,7 @@ def test_a_member_that_joined_follows_its_set(world):
     assert ours == theirs == 2.0
 
 
-def test_once_all_have_joined_rank_0_is_asked_nothing(monkeypatch):
+def test_rank_0_is_not_queried_once_all_ranks_have_joined(monkeypatch):
     """Its process may have ended: a rank that asked it waited for half a minute, and the job ended."""
     asked: list[str] = []
     rt = create_autospec(WorkerRuntime, instance=True)

@@ -50,7 +50,7 @@ class Chain:
         return "".join(name_of[id(each)] for bucket in built for each in bucket.parameters)
 
 
-def test_what_is_used_in_another_order_than_declared_travels_as_it_is_used(world):
+def test_buckets_follow_the_order_of_use(world):
     chain = Chain()
     assert chain.learn("bdac") == "bdac"
     del world.gradients.calls[:]
@@ -65,18 +65,18 @@ def test_what_is_used_in_another_order_than_declared_travels_as_it_is_used(world
     chain.optimizer.step()
 
 
-def test_what_has_no_gradient_in_the_first_step_comes_last_as_declared(world):
+def test_gradients_missing_in_the_first_step_are_ordered_last_as_declared(world):
     assert Chain().learn("cb") == "cbad"
 
 
-def test_without_any_gradient_the_last_declared_comes_first(world):
+def test_declared_order_is_reversed_without_any_gradient(world):
     chain = Chain()
     chain.optimizer.step()
     assert chain.buckets == "dcba"
     assert chain.learn("bdac") == "dcba"  # the plan is agreed, and stays
 
 
-def test_the_lowest_rank_s_order_is_everybody_s(threads):
+def test_all_ranks_use_the_order_of_the_lowest_rank(threads):
     orders = ["bdac", "abcd", "dc"]
 
     def train(rank):
@@ -88,7 +88,7 @@ def test_the_lowest_rank_s_order_is_everybody_s(threads):
     assert threads(3, train) == [("bdac", pytest.approx([2 / 3]))] * 3
 
 
-def test_with_passes_that_add_up_the_last_one_counts(world):
+def test_order_of_the_last_accumulation_pass_is_used(world):
     chain = Chain()
     chain.optimizer.set_backward_passes_per_step(2)
     chain.backward("abcd")
@@ -97,14 +97,14 @@ def test_with_passes_that_add_up_the_last_one_counts(world):
     assert chain.buckets == "bdac"
 
 
-def test_another_set_of_parameters_is_seen_anew(world):
+def test_order_is_observed_again_for_another_set_of_parameters(world):
     chain = Chain()
     chain.learn("bdac")
     chain.of["d"].requires_grad_(False)
     assert chain.learn("cab") == "cab"
 
 
-def test_a_change_of_the_world_keeps_order_and_buffers(world):
+def test_world_change_keeps_bucket_order_and_buffers(world):
     chain = Chain()
     chain.learn("bdac")
     built = chain.optimizer._reducer._plan.buckets
@@ -113,7 +113,7 @@ def test_a_change_of_the_world_keeps_order_and_buffers(world):
     assert chain.optimizer._reducer._plan.buckets is built
 
 
-def test_newcomers_follow_the_lowest_rank_and_who_knows_its_order_builds_nothing(threads):
+def test_joining_ranks_adopt_the_order_of_the_lowest_rank_and_survivors_rebuild_no_bucket(threads):
     def train(rank):
         world: Any = lifecycle.current()
         meeting, chain, built = world.gradients, Chain(), None
@@ -128,7 +128,7 @@ def test_newcomers_follow_the_lowest_rank_and_who_knows_its_order_builds_nothing
     assert threads(3, train) == [True] * 3
 
 
-def test_where_a_newcomer_is_the_lowest_rank_all_build_anew(threads):
+def test_all_ranks_rebuild_their_buckets_when_a_joining_rank_is_the_lowest(threads):
     def train(rank):
         world: Any = lifecycle.current()
         meeting, chain = world.gradients, Chain()
@@ -141,9 +141,7 @@ def test_where_a_newcomer_is_the_lowest_rank_all_build_anew(threads):
     assert threads(3, train) == ["dcab"] * 3
 
 
-def test_a_rank_that_had_joined_takes_over_the_order_that_was_agreed_without_it(
-    threads, monkeypatch
-):
+def test_rejoining_rank_adopts_the_order_agreed_during_its_absence(threads, monkeypatch):
     monkeypatch.setattr(join, "FORMING_S", 0.0)
     monkeypatch.setattr(join, "submission", AllJoin(3))
 

@@ -31,7 +31,7 @@ def test_file_written_just_before_a_start_has_not_changed_since(tmp_path):
 
 
 @pytest.mark.parametrize(("after_s", "changed"), [(1.5, True), (COARSE_S + 0.5, False)])
-def test_time_of_whole_seconds_may_be_that_of_a_coarse_file_system(tmp_path, after_s, changed):
+def test_modification_time_in_whole_seconds_is_treated_as_coarse(tmp_path, after_s, changed):
     file = tmp_path / "train.py"
     file.touch()
     os.utime(file, (1.79e9, 1.79e9))

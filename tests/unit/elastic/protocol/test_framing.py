@@ -52,7 +52,7 @@ def test_messages_with_another_secret_use_generation_or_nonce_are_refused(strang
         heard(called(), nonce + text(wire, "let me in"))
 
 
-def test_what_is_changed_repeated_left_out_or_sent_back_ends_the_connection():
+def test_modified_repeated_omitted_or_reflected_frame_ends_the_connection():
     def talk():
         mine, nonce = caller()
         server = called()
@@ -77,7 +77,7 @@ def test_what_is_changed_repeated_left_out_or_sent_back_ends_the_connection():
         heard(mine, text(other, "sent back"))
 
 
-def test_a_reply_to_another_call_is_none_to_this_one():
+def test_reply_to_another_call_is_refused():
     one, nonce = caller(nonce=b"1" * NONCE_BYTES)
     other, _ = caller(nonce=b"2" * NONCE_BYTES)
     server = called()
@@ -86,7 +86,7 @@ def test_a_reply_to_another_call_is_none_to_this_one():
         heard(other, text(server, "!"))
 
 
-def test_a_sign_of_life_is_no_message_and_can_not_be_forged():
+def test_heartbeat_is_no_message_and_cannot_be_forged():
     mine, nonce = caller()
     server = called()
     assert heard(server, nonce + mine.frame_of(b"") + text(mine, "a") + mine.frame_of(b"")) == ["a"]

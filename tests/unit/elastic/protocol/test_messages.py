@@ -112,7 +112,7 @@ def sealed(*, secret=b"s", nonces=(b"d" * 32, b"w" * 32)):
 
 
 @given(st.booleans(), st.lists(st.sampled_from(FROM_DRIVER), max_size=8), st.data())
-def test_a_stream_may_be_cut_anywhere(seal, messages, data):
+def test_stream_may_be_divided_anywhere(seal, messages, data):
     driver, worker = (
         sealed()
         if seal
@@ -137,7 +137,7 @@ def test_any_other_bytes_are_refused_or_incomplete(data):
     assert all(isinstance(message, protocol.Message) for message in received)
 
 
-def test_what_belongs_to_the_other_side_is_refused():
+def test_message_of_the_other_side_is_refused():
     with raises(ProtocolError):
         list(
             FramedConnection(protocol.from_worker).receive(
@@ -146,19 +146,19 @@ def test_what_belongs_to_the_other_side_is_refused():
         )
 
 
-def test_a_frame_that_is_too_long_is_refused_before_it_is_read():
+def test_frame_that_is_too_long_is_refused_by_its_header():
     with raises(ProtocolError):
         list(FramedConnection(protocol.from_worker).receive(b"\xff\xff\xff\xff"))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -1e300])
-def test_a_number_that_no_journal_could_keep_is_refused(number):
+def test_number_outside_of_the_journal_range_is_refused(number):
     there, here = FramedConnection(protocol.from_worker), FramedConnection(protocol.from_worker)
     with raises(ProtocolError):
         list(here.receive(there.frame(protocol.Pace(1, 1, number, 1.0))))
 
 
-def test_what_is_too_long_is_not_sent():
+def test_message_beyond_the_frame_limit_is_not_sent():
     with raises(ProtocolError):
         encoded(protocol.SendResult(bytes(protocol.FRAME_LIMIT)))
 
@@ -177,7 +177,7 @@ def test_fields_of_a_later_version_are_skipped():
 
 
 @given(st.sampled_from(FROM_DRIVER), st.data())
-def test_a_sealed_frame_cannot_be_changed_by_one_bit(message, data):
+def test_sealed_frame_with_one_modified_bit_is_not_accepted(message, data):
     driver, worker = sealed()
     frame = bytearray(driver.frame(message))
     at = data.draw(st.integers(0, len(frame) * 8 - 1))
@@ -194,7 +194,7 @@ def refused(wire, data):
         list(wire.receive(data))
 
 
-def test_a_sealed_frame_is_taken_once_in_its_order_and_by_the_other_end_only():
+def test_sealed_frame_is_accepted_once_in_order_and_only_by_the_peer():
     driver, worker = sealed()
     first, second = driver.frame(protocol.Finish(1)), driver.frame(protocol.Finish(2))
     refused(sealed()[1], second)  # the first was delayed
@@ -204,7 +204,7 @@ def test_a_sealed_frame_is_taken_once_in_its_order_and_by_the_other_end_only():
     refused(echoing, first)  # it was sent back
 
 
-def test_a_seal_belongs_to_one_connection_and_one_secret():
+def test_seal_is_valid_for_one_connection_and_one_secret_only():
     frame = sealed()[0].frame(protocol.Finish(1))
     refused(sealed(secret=b"other")[1], frame)
     refused(sealed(nonces=(b"d" * 32, b"x" * 32))[1], frame)
@@ -212,27 +212,27 @@ def test_a_seal_belongs_to_one_connection_and_one_secret():
     refused(sealed()[1], other.frame(protocol.Finish(1)))
 
 
-def test_what_has_no_seal_is_refused_once_there_is_one():
+def test_frame_without_a_seal_is_refused_on_a_sealed_connection():
     _, worker = sealed()
     refused(
         worker, FramedConnection(protocol.from_worker).frame(protocol.Finish(1)) + bytes(TAG_BYTES)
     )
 
 
-def test_what_a_worker_is_sent_does_not_grow_with_the_world():
+def test_message_of_a_new_world_does_not_grow_with_the_world():
     small = protocol.World(3, Place(1, 2, 1, 2, 0, 1), STORE, 1, Commit(2, 5), "lost h:1")
     large = protocol.World(3, Place(9999, 10_000, 7, 8, 1249, 1250), STORE, 1, Commit(2, 5), "x")
     assert len(encoded(large)) < len(encoded(small)) + 16
 
 
 @given(st.from_regex(r"[a-z0-9.:-]+", fullmatch=True), st.integers(0, 999), st.integers(1, 999))
-def test_a_workers_name_reads_back(host, slot, incarnation):
+def test_worker_name_is_parsed_unchanged(host, slot, incarnation):
     worker = Worker(host, slot, incarnation)
     assert Worker.parse(str(worker)) == worker
 
 
 @pytest.mark.parametrize("text", ["", "h", "h:0", "h#1", ":0#1", "h:x#1", "h:0#"])
-def test_what_is_no_workers_name_is_refused(text):
+def test_invalid_worker_names_are_refused(text):
     with pytest.raises(ValueError):
         Worker.parse(text)
 
@@ -241,7 +241,7 @@ def test_later_commits_compare_greater():
     assert Commit(2, 99) < Commit(3, 0) < Commit(3, 1)
 
 
-def test_a_proof_belongs_to_one_role_one_worker_and_two_nonces():
+def test_proof_is_bound_to_role_worker_secret_and_nonces():
     worker = Worker("h", 0)
     true = proof(b"secret", "worker", b"a" * 32, b"b" * 32, str(worker))
     others = [
@@ -258,7 +258,7 @@ def copying(rank: int, holders: int, copies: list[list[int]]) -> tuple[int, ...]
     return protocol.World(2, place, STORE, holders, Commit(1, 1), "a test", copies=copies).copying
 
 
-def test_rank_0_sends_the_state_to_all_that_lack_it_unless_groups_are_listed():
+def test_rank_0_sends_the_state_to_all_receivers_unless_groups_are_listed():
     assert [copying(rank, 3, []) for rank in range(5)] == [(0, 3, 4), (), (), (0, 3, 4), (0, 3, 4)]
     assert [copying(rank, 3, [[0, 3], [2, 4]]) for rank in range(5)] == [
         (0, 3),

@@ -15,7 +15,7 @@ def test_most_descriptors_and_a_bounded_memory_are_for_authenticated_peers():
     assert count_limit(1024, descriptors=1024, extra=8) == 264
 
 
-def test_the_oldest_gives_way_to_the_newest():
+def test_newest_handshake_evicts_the_oldest():
     strangers = PendingHandshakes[str](patience_s=5.0, limit=2)
     assert strangers.add("a", 0.0) is None
     assert strangers.add("b", 1.0) is None
@@ -31,7 +31,7 @@ def test_an_authenticated_peer_frees_its_unauthenticated_slot():
     assert strangers.add("b", 1.0) is None
 
 
-def test_a_silent_peer_is_late():
+def test_peer_beyond_its_patience_is_late():
     strangers = PendingHandshakes[str](patience_s=5.0, limit=9)
     strangers.add("a", 0.0)
     strangers.add("b", 3.0)

@@ -71,7 +71,7 @@ def folder(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_what_a_script_opens_and_lists_is_seen(folder, code, files, folders):
+def test_files_and_folders_read_by_a_script_are_observed(folder, code, files, folders):
     found = seen(folder, code)
     assert found == (files, folders, set())
 
@@ -87,7 +87,7 @@ def test_what_a_script_opens_and_lists_is_seen(folder, code, files, folders):
         "import os; os.scandir(os.open('data', os.O_RDONLY))",
     ],
 )
-def test_what_may_read_anything_is_noted(folder, code):
+def test_code_that_may_read_unobserved_files_is_recorded(folder, code):
     assert seen(folder, code)[2]
 
 
@@ -96,14 +96,14 @@ def test_elastic_data_reads_for_the_script(folder):
     assert seen(folder, code)[0] == {"data/a.csv"}
 
 
-def test_nothing_is_observed_without_a_checkpoint_folder(monkeypatch):
+def test_no_audit_hook_is_installed_without_a_checkpoint_folder(monkeypatch):
     monkeypatch.setattr(read_paths, "_observed", None)
     monkeypatch.setattr(sys, "addaudithook", lambda hook: pytest.fail("a hook stays for good"))
     read_paths.observe({DIR: ""})
     assert read_paths.observed() is None
 
 
-def test_packages_whose_compiled_code_may_open_files(monkeypatch):
+def test_packages_with_compiled_code_that_may_open_files_are_listed(monkeypatch):
     before = read_paths.compiled()
     for name, file in {
         "elsewhere.core": "/venv/lib/site-packages/elsewhere/core.so",

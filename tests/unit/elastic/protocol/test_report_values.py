@@ -90,7 +90,7 @@ class Text(str):
         f"{type(value).__name__} {dict(value) if isinstance(value, dict) else value!r}"[:30]
     ),
 )
-def test_what_is_like_a_plain_value_becomes_one(given_, comes_out):
+def test_values_similar_to_plain_ones_are_converted(given_, comes_out):
     [value] = come_out({"x": given_}).values()
     assert type(value) is type(comes_out)
     recorded("messages", value)
@@ -135,12 +135,12 @@ def looped() -> list:
         ({"a": "x" * REPORT_LIMIT}, Invalid),
     ],
 )
-def test_what_cannot_be_reported_is_named(metrics, kind):
+def test_values_that_cannot_be_reported_are_refused(metrics, kind):
     with raises(kind):
         packed(metrics)
 
 
-def test_the_limit_is_one_of_bytes_and_what_is_just_within_fits_the_message():
+def test_report_limit_is_in_bytes_and_fits_the_message():
     body = packed({"a": "x" * (REPORT_LIMIT - 8)})
     assert REPORT_LIMIT - 8 < len(body) <= REPORT_LIMIT
     come_out({"a": "x" * (REPORT_LIMIT - 8)})
@@ -165,6 +165,6 @@ def test_the_limit_is_one_of_bytes_and_what_is_just_within_fits_the_message():
         msgspec.msgpack.encode({"a": [[[{"b": b"x"}]]]}),
     ],
 )
-def test_data_that_no_worker_sends_is_no_report(body):
+def test_unexpected_report_data_is_refused(body):
     with pytest.raises(ValueError):
         unpacked(A, messages.Reported(1, 1, 3, 1, 4, 1.8e9, body))

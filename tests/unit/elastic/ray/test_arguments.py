@@ -14,7 +14,7 @@ def wanted(num=None, least=None, most=None, resources=None, use_gpu=False, **res
     return arguments.wanted(num, least, most, resources, use_gpu, **rest)
 
 
-def test_one_number_is_a_static_job():
+def test_single_number_of_workers_is_a_static_job():
     job = wanted(4)
     assert (job.np, job.least, job.most, job.elastic) == (4, 4, 4, False)
     assert job.resources == {"CPU": 1.0}
@@ -24,7 +24,7 @@ def test_one_number_is_a_static_job():
     ("given", "found"),
     [((4, 2, 8), (4, 2, 8)), ((None, 2, None), (2, 2, 2)), ((4, None, 6), (4, 4, 6))],
 )
-def test_limits_make_it_elastic(given, found):
+def test_limits_make_a_job_elastic(given, found):
     job = wanted(*given)
     assert (job.np, job.least, job.most) == found
     assert job.elastic
@@ -51,7 +51,7 @@ def test_limits_make_it_elastic(given, found):
         {"num": 1, "placement_timeout": float("nan")},
     ],
 )
-def test_what_can_not_be_meant(arguments_):
+def test_contradictory_arguments_are_refused(arguments_):
     with raises(Invalid):
         wanted(**arguments_)
 
@@ -76,20 +76,20 @@ def test_options_are_checked(options):
 
 
 @pytest.mark.parametrize("environ", [["A=1"], {"A": 1}, {"A=B": "1"}, {"A": "x\0y"}])
-def test_an_environment_is_one_that_a_process_can_have(environ):
+def test_invalid_environment_is_refused(environ):
     with raises(Invalid):
         arguments.check_environ(environ)
     arguments.check_environ({"A": ""})
 
 
 @pytest.mark.parametrize("name", [5, True, "", "a/b", "a b", "-a", "ü", "x" * 101])
-def test_a_detached_job_has_a_name_that_can_be_one(name):
+def test_invalid_name_of_a_detached_job_is_refused(name):
     with raises(Invalid):
         arguments.check_job_name(name)
     arguments.check_job_name("bert-2.1_b")
 
 
-def test_a_function_is_called_as_it_can_be():
+def test_arguments_that_the_function_does_not_accept_are_refused():
     def alone(): ...
 
     def configured(config): ...
@@ -103,7 +103,7 @@ def test_a_function_is_called_as_it_can_be():
         arguments.check_call(configured, (), {})
 
 
-def test_the_driver_gets_what_opentelemetry_reads():
+def test_opentelemetry_variables_are_passed_to_the_driver():
     caller = {
         "OTEL_SERVICE_NAME": "ours",
         "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318",
@@ -113,7 +113,7 @@ def test_the_driver_gets_what_opentelemetry_reads():
     assert found == {"OTEL_SERVICE_NAME": "bert", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}
 
 
-def test_a_job_holds_places_for_its_standbys_too():
+def test_places_of_a_job_include_its_standbys():
     wanted = arguments.wanted(2, 1, 4, None, use_gpu=False)
     assert arguments.places(wanted, {}) == 4
     assert arguments.places(wanted, {"standbys": 2}) == 6
@@ -154,7 +154,7 @@ def test_workers_have_the_time_of_the_flag_to_start():
     assert arguments.start_timeout_s({"start_timeout": 60.0}) == 60.0
 
 
-def test_a_job_that_is_not_elastic_has_no_use_for_standbys():
+def test_standbys_are_refused_in_a_static_job():
     arguments.check_options({"standbys": 1})
     arguments.check_options({"standbys": 0}, elastic=False)
     with raises(Invalid):

@@ -27,17 +27,17 @@ def follower() -> DriverClient:
     return DriverClient(create_autospec(DriverActor, instance=True))
 
 
-def test_calls_begin_no_other_cluster(follower: DriverClient):
+def test_poll_after_ray_was_left_fails_the_job(follower: DriverClient):
     with raises(JobFailed):
         follower.poll()
 
 
-def test_there_is_nothing_left_to_close(follower: DriverClient):
+def test_follower_may_be_closed_twice(follower: DriverClient):
     follower.close()
     follower.close()
 
 
-def test_a_handle_of_the_cluster_before_is_closed_too(
+def test_handle_of_a_previous_cluster_is_closed(
     follower: DriverClient, monkeypatch: pytest.MonkeyPatch
 ):
     refused = Exception("Can't find actor: it might be from a different cluster")  # Ray's own words

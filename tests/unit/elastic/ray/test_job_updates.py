@@ -26,7 +26,7 @@ class Follower:
         return [value for _, value in (await self.hears()).items]
 
 
-async def test_all_news_are_delivered_once_and_in_order():
+async def test_updates_are_delivered_once_and_in_order():
     news = JobUpdates()
     follower = Follower(news)
     news.out(b"one\n")
@@ -42,7 +42,7 @@ async def test_all_news_are_delivered_once_and_in_order():
     assert await follower.values() == [b"three\n"]
 
 
-async def test_an_answer_that_got_lost_is_given_again():
+async def test_lost_answer_is_sent_again():
     news = JobUpdates()
     follower = Follower(news)
     news.out(b"one\n")
@@ -50,7 +50,7 @@ async def test_an_answer_that_got_lost_is_given_again():
     assert await follower.values() == [b"one\n"]
 
 
-async def test_followers_stand_where_each_of_them_is():
+async def test_each_follower_has_its_own_position():
     news = JobUpdates()
     early = Follower(news)
     news.out(b"one\n")
@@ -60,7 +60,7 @@ async def test_followers_stand_where_each_of_them_is():
     assert await Follower(news).values() == [b"one\n", b"two\n"]
 
 
-async def test_the_oldest_is_dropped_and_its_bytes_are_reported_once():
+async def test_oldest_updates_are_dropped_and_their_bytes_reported_once():
     news = JobUpdates(limit_bytes=10)
     follower = Follower(news)
     for line in (b"aaaa", b"bbbb", b"cccc", b"dddd"):
@@ -70,7 +70,7 @@ async def test_the_oldest_is_dropped_and_its_bytes_are_reported_once():
     assert (await follower.hears()).lost == 0
 
 
-async def test_news_received_before_they_were_dropped_are_not_lost():
+async def test_updates_received_before_being_dropped_do_not_count_as_lost():
     news = JobUpdates(limit_bytes=10)
     follower = Follower(news)
     news.out(b"aaaa")
@@ -81,7 +81,7 @@ async def test_news_received_before_they_were_dropped_are_not_lost():
     assert (heard.lost, [value for _, value in heard.items]) == (4, [b"cccc", b"dddd"])
 
 
-async def test_one_that_is_larger_than_everything_is_kept_alone():
+async def test_update_larger_than_the_limit_is_kept_without_older_ones():
     news = JobUpdates(limit_bytes=10)
     news.out(b"a")
     news.out(b"b" * 100)
@@ -89,13 +89,13 @@ async def test_one_that_is_larger_than_everything_is_kept_alone():
     assert (heard.lost, heard.items) == (1, [JobUpdate("stdout", b"b" * 100)])
 
 
-async def test_nothing_is_no_news():
+async def test_empty_output_is_no_update():
     news = JobUpdates()
     news.out(b"")
     assert await Follower(news).values() == []
 
 
-async def test_many_news_are_delivered_in_parts(monkeypatch):
+async def test_many_updates_are_delivered_in_parts(monkeypatch):
     monkeypatch.setattr(module, "AT_ONCE_BYTES", 8)
     news = JobUpdates()
     follower = Follower(news)
@@ -119,7 +119,7 @@ async def test_a_restarted_driver_starts_from_the_beginning():
 
 
 @pytest.mark.parametrize("end", ["news", "close"])
-async def test_a_waiter_is_woken(end):
+async def test_waiting_follower_is_woken_by_an_update_or_the_end(end):
     news = JobUpdates()
     waiting = asyncio.create_task(Follower(news).hears(wait_s=60.0))
     await asyncio.sleep(0)  # it waits now
@@ -132,5 +132,5 @@ async def test_a_waiter_is_woken(end):
     )
 
 
-async def test_a_waiter_without_news_gets_nothing():
+async def test_waiter_without_updates_times_out_empty():
     assert (await Follower(JobUpdates()).hears(wait_s=0.001)).items == []

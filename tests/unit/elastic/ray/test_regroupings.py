@@ -12,7 +12,7 @@ def meet(*ranks: Regroupings) -> None:
         rank.met(max(rank.number for rank in ranks))
 
 
-def test_a_rank_that_waits_in_init_gets_the_message_after_the_rendezvous():
+def test_rank_waiting_in_init_gets_the_regroup_message_after_the_rendezvous():
     regrouping, waiting = Regroupings(), Regroupings()
     assert regrouping.tell()
     assert regrouping.begin()
@@ -25,7 +25,7 @@ def test_a_rank_that_waits_in_init_gets_the_message_after_the_rendezvous():
     assert not waiting.ahead
 
 
-def test_the_message_arrives_during_the_rendezvous():
+def test_regroup_message_may_arrive_during_the_rendezvous():
     regrouping, waiting = Regroupings(), Regroupings()
     regrouping.tell()
     regrouping.begin()
@@ -36,7 +36,7 @@ def test_the_message_arrives_during_the_rendezvous():
     assert not waiting.over
 
 
-def test_after_a_rendezvous_one_of_the_functions_fails():
+def test_failed_function_after_the_rendezvous_allows_the_next_regrouping():
     first, second = Regroupings(), Regroupings()
     meet(first, second)
     assert not first.ahead
@@ -45,7 +45,7 @@ def test_after_a_rendezvous_one_of_the_functions_fails():
     assert first.begin()
 
 
-def test_functions_rendezvous_in_a_call_that_is_cancelled_meanwhile():
+def test_regrouping_is_over_when_its_call_is_cancelled_during_the_rendezvous():
     first, second = Regroupings(), Regroupings()
     for rank in (first, second):
         rank.meet()

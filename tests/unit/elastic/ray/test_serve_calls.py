@@ -133,7 +133,7 @@ def test_the_first_frame_identifies_the_worker(worker):
     assert worker.hello == {"rank": 3, "slot": 1}
 
 
-def test_functions_with_arguments(worker):
+def test_functions_are_called_with_arguments(worker):
     assert worker.value(call_results.RUN, lambda a, b=0: (a, b), (1,), {"b": 2}) == (1, 2)
     assert worker.value(call_results.RUN, len, ("abc",), {}) == 3
 
@@ -165,7 +165,7 @@ def test_sys_exit_is_an_error_of_the_call_and_ends_no_process(worker, code):
     assert worker.value(call_results.RUN, int, (), {}) == 0
 
 
-def test_what_does_not_pickle_is_an_error_of_the_call(worker):
+def test_values_that_cannot_be_pickled_are_an_error_of_the_call(worker):
     with pytest.raises(TypeError, match="pickle"):
         worker.value(call_results.RUN, threading.Lock, (), {})
 
@@ -185,13 +185,13 @@ def test_a_message_that_can_not_be_unpickled_is_an_error_of_the_call(worker):
     assert worker.value(call_results.RUN, int, (), {}) == 0
 
 
-def test_answers_arrive_in_order_and_large_ones_complete(worker):
+def test_answers_arrive_in_order_and_large_ones_are_complete(worker):
     for size in (0, 1, 5_000_000):
         worker.say(call_results.call(call_results.RUN, bytes, (size,), {}))
     assert [len(call_results.opened(worker.hear())) for _ in range(3)] == [0, 1, 5_000_000]
 
 
-def test_regroup_acts_during_a_call_and_is_answered_after_it(worker, world):
+def test_regroup_takes_effect_during_a_call_and_is_answered_afterwards(worker, world):
     worker.say(call_results.call(call_results.RUN, until_called_off, (), {}))
     worker.say(call_results.REGROUP)
     assert call_results.opened(worker.hear()) is True
@@ -199,20 +199,20 @@ def test_regroup_acts_during_a_call_and_is_answered_after_it(worker, world):
     assert world.told == ["call off", "regroup"]
 
 
-def test_it_ends_on_request(worker, world):
+def test_worker_ends_on_request(worker, world):
     worker.say(call_results.END)
     worker.thread.join(30)
     assert not worker.thread.is_alive()
 
 
-def test_it_ends_when_its_caller_is_gone(worker, world):
+def test_worker_ends_when_its_caller_disconnects(worker, world):
     worker.close()
     worker.thread.join(30)
     assert not worker.thread.is_alive()
     assert world.told == ["call off"]  # calls that block in a collective must return
 
 
-def test_a_failure_is_seen_without_opening_the_value():
+def test_failure_is_read_without_unpickling_the_value():
     class Closed:
         def __reduce__(self):
             return refuse, ()
@@ -222,7 +222,7 @@ def test_a_failure_is_seen_without_opening_the_value():
     assert (failure.rank, failure.summary) == (5, "ValueError: x")
 
 
-def test_the_cause_is_not_the_rank_that_only_lost_a_peer():
+def test_cause_is_not_a_rank_that_only_lost_a_peer():
     lost, raised, later = (
         failure_of(error, rank)
         for rank, error in enumerate([CollectiveFailed("cut"), KeyError("k"), KeyError("l")])

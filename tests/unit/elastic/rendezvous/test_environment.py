@@ -34,7 +34,7 @@ def test_a_damaged_number_is_named(name):
         environment.read({name: "soon"})
 
 
-def test_what_horovods_variables_say():
+def test_horovod_variables_are_read():
     env = environment.read(
         {
             "HOROVOD_CYCLE_TIME": "2.5",
@@ -74,7 +74,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_what_holds_where_they_say_nothing(value):
+def test_unset_or_empty_horovod_variables_have_defaults(value):
     environ = {} if value is None else {f"HOROVOD_{name}": value for name in NAMES}
     env = environment.read(environ)
     assert (env.cycle_s, env.cache_capacity, env.fusion_bytes) == (0.001, 1024, None)
@@ -84,7 +84,7 @@ def test_what_holds_where_they_say_nothing(value):
     assert (env.timeout_s, env.start_timeout_s) == (30.0, 600.0)
 
 
-def test_a_stall_check_that_is_off_never_warns():
+def test_disabled_stall_check_has_no_timeouts():
     env = environment.read(
         {
             "HOROVOD_STALL_CHECK_DISABLE": "1",
@@ -111,7 +111,7 @@ def test_a_stall_check_that_is_off_never_warns():
         ("ELASTIC_DIGESTS", "tensor", "set it to 1, 0 or tensors"),
     ],
 )
-def test_a_damaged_variable_is_named(name, value, said):
+def test_invalid_variable_is_named(name, value, said):
     with pytest.raises(Invalid, match=f"{name} is '{value}'[:;] {said}"):
         environment.read({name: value})
 
@@ -130,17 +130,17 @@ def test_the_tls_files_must_be_given_together():
 @pytest.mark.parametrize(
     ("value", "native"), [(None, True), ("", True), ("1", True), ("0", False), ("false", False)]
 )
-def test_memory_is_shared_unless_it_is_turned_off(value, native):
+def test_shared_memory_is_enabled_unless_turned_off(value, native):
     variables = {} if value is None else {"ELASTIC_NATIVE": value}
     assert environment.read(variables).native is native
 
 
-def test_sharing_is_on_or_off():
+def test_invalid_value_of_elastic_native_is_refused():
     with raises(Invalid):
         environment.read({"ELASTIC_NATIVE": "yes"})
 
 
-def test_what_recovery_needs_of_nccl_is_set_and_what_is_only_better_gives_way():
+def test_required_nccl_settings_override_and_optional_ones_do_not():
     env = environment.read({"HOROVOD_GLOO_TIMEOUT_SECONDS": "7.5"})
     given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "NCCL_RUNTIME_CONNECT": "1"}
     environment.prepare(env, given)
@@ -150,7 +150,7 @@ def test_what_recovery_needs_of_nccl_is_set_and_what_is_only_better_gives_way():
     assert given["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
 
 
-def test_what_is_right_already_is_not_written():
+def test_correct_nccl_settings_are_not_written_again():
     class Written(dict[str, str]):
         def __setitem__(self, name: str, value: str) -> None:
             raise AssertionError(f"{name} was written while other threads may read")

@@ -51,7 +51,7 @@ def fresh(rank: int, size: int, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("options", [{}, {"seed": 5}, {"shuffle": False}, {"drop_last": True}])
 @pytest.mark.parametrize("place", [(0, 2), (3, 4), (0, 1), (6, 7)])
-def test_a_sampler_of_the_world_is_that_of_the_next_world_with_its_epoch(world, options, place):
+def test_sampler_follows_the_world_and_keeps_its_epoch(world, options, place):
     following = sampler(**options)
     following.set_epoch(4)
     world.enter(*place)
@@ -63,7 +63,7 @@ def test_a_sampler_of_the_world_is_that_of_the_next_world_with_its_epoch(world, 
     assert list(following) == fresh(1, 3, epoch=4, **options)
 
 
-def test_an_unchanged_world_leaves_everything_as_torch_has_it(world):
+def test_sampler_in_an_unchanged_world_equals_torchs(world):
     following = sampler()
     before = dict(vars(following))
     assert list(following) == fresh(1, 3)
@@ -74,7 +74,7 @@ def test_an_unchanged_world_leaves_everything_as_torch_has_it(world):
 
 
 @pytest.mark.parametrize("numbers", [(1, 0), (3, 0), (2, 1), (6, 1)])
-def test_a_sampler_with_other_numbers_is_left_alone(world, numbers):
+def test_sampler_with_explicit_numbers_is_not_changed(world, numbers):
     size, rank = numbers
     evaluation = sampler(num_replicas=size, rank=rank)
     world.enter(0, 2)
@@ -82,7 +82,7 @@ def test_a_sampler_with_other_numbers_is_left_alone(world, numbers):
     assert not following_samplers.follows(evaluation)
 
 
-def test_a_sampler_that_the_script_has_changed_is_left_alone(world):
+def test_sampler_modified_by_the_script_is_not_changed(world):
     placed = sampler()
     placed.rank = 2
     world.enter(0, 2)
@@ -105,7 +105,7 @@ class Unpadded(Sampler):  # type: ignore[misc]
         self.num_samples, self.total_size = 7, 21
 
 
-def test_a_subclass_follows_where_its_lengths_are_torchs(world):
+def test_subclass_follows_the_world_only_with_torchs_lengths(world):
     following = Reversed(SAMPLES, num_replicas=3, rank=1)
     own = Unpadded(SAMPLES, num_replicas=3, rank=1)
     world.enter(0, 2)
@@ -115,7 +115,7 @@ def test_a_subclass_follows_where_its_lengths_are_torchs(world):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
-def test_a_copy_follows_when_it_is_used(world, copied):
+def test_copied_sampler_follows_the_world_when_used(world, copied):
     following = copied(sampler())
     world.enter(0, 2)
     assert len(following) == 30
@@ -129,14 +129,14 @@ def test_a_joining_worker_continues_from_its_provisional_place(world):
     assert list(following) == fresh(1, 2)
 
 
-def test_without_a_world_a_sampler_is_that_of_torch(world):
+def test_sampler_created_without_a_world_equals_that_of_torch(world):
     world.place = None
     plain = sampler()
     world.enter(0, 2)
     assert list(plain) == fresh(1, 3)
 
 
-def test_uninstalled_it_is_torchs_class():
+def test_uninstalling_restores_torchs_sampler_class():
     assert not hasattr(Sampler.__iter__, "__wrapped__")
     assert not hasattr(Sampler.__init__, "__wrapped__")
 

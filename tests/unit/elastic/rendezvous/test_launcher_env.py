@@ -64,7 +64,7 @@ def way(
     return start(env, **more).way
 
 
-def test_a_process_started_alone_or_by_elasticrun_has_no_static_rendezvous():
+def test_process_of_elasticrun_or_without_a_launcher_has_no_static_rendezvous():
     assert started({}) is None
     assert started({"PATH": "/bin"}) is None
     everything = {**TORCHRUN, **OPEN_MPI, **MPICH, **SLURM, "HOROVOD_RANK": "1"}
@@ -91,7 +91,7 @@ def test_a_process_started_alone_or_by_elasticrun_has_no_static_rendezvous():
         (SLURM | OPEN_MPI | BY_HAND, "RANK and WORLD_SIZE", None),
     ],
 )  # fmt: skip
-def test_the_launcher_is_detected(env, by, local_rank):
+def test_launcher_is_detected_from_the_environment(env, by, local_rank):
     found = start(env)
     assert (found.by, found.rank, found.size, found.local_rank) == (by, 2, 4, local_rank)
 
@@ -106,11 +106,11 @@ def test_under_torchrun_ranks_rendezvous_at_its_agent_once_for_each_restart():
     )
 
 
-def test_without_its_agents_store_as_by_hand():
+def test_torchrun_without_its_agent_store_equals_a_manual_start():
     assert way(TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="False") == way(BY_HAND)
 
 
-def test_rank_0_listens_beside_the_port_that_a_script_may_want_itself():
+def test_rank_0_listens_on_a_port_derived_from_master_port():
     found = way(BY_HAND)
     assert isinstance(found, ByAddress)
     assert (found.host, found.port) == ("gpu1", 30509)
@@ -118,7 +118,7 @@ def test_rank_0_listens_beside_the_port_that_a_script_may_want_itself():
     assert isinstance(own := way(BY_HAND, ELASTIC_MASTER_PORT="7"), ByAddress) and own.port == 7
 
 
-def test_on_one_host_ranks_rendezvous_through_a_file_with_a_secret():
+def test_ranks_of_one_host_rendezvous_through_a_file():
     for host in ("localhost", "127.0.0.1", "127.0.1.1", "::1"):
         assert isinstance(way(BY_HAND, MASTER_ADDR=host), ByFile)
     assert isinstance(way(OPEN_MPI), ByFile)
@@ -136,12 +136,12 @@ def test_ranks_of_a_job_use_the_same_file_and_other_jobs_another():
     assert way(local) != way(local, MASTER_PORT="29501")
 
 
-def test_a_launcher_without_a_job_name_is_identified_by_its_process():
+def test_launcher_without_a_job_name_is_identified_by_its_process():
     assert started(MPICH, parent=99) == started(MPICH, parent=99)
     assert started(MPICH, parent=99) != started(MPICH, parent=98)
 
 
-def test_srun_over_several_hosts():
+def test_srun_over_several_hosts_rendezvous_at_the_first_host():
     found = way(SLURM)
     assert isinstance(found, ByAddress)
     assert found.host == "gpu07"
@@ -150,27 +150,27 @@ def test_srun_over_several_hosts():
     assert (told.host, told.port) == ("gpu1", 30509)
 
 
-def test_a_batch_script_is_no_step():
+def test_slurm_batch_script_is_not_a_step():
     """It has a rank and a number of tasks, and runs once."""
     script = {n: v for n, v in SLURM.items() if not n.startswith("SLURM_STEP")}
     assert started(script) is None
 
 
-def test_mpirun_over_several_hosts_needs_the_first_ones_name():
+def test_mpirun_over_several_hosts_needs_a_master_address():
     several = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     with raises(Invalid):
         started(several)
     assert isinstance(found := way(several, MASTER_ADDR="gpu1"), ByAddress) and found.host == "gpu1"
 
 
-def test_a_secret_can_be_passed_to_all_ranks():
+def test_secret_can_be_passed_to_all_ranks():
     assert isinstance(found := way(BY_HAND, ELASTIC_SECRET="00ff"), ByAddress)
     assert found.secret == b"\x00\xff"
     with raises(Invalid):
         way(BY_HAND, ELASTIC_SECRET="hush")
 
 
-def test_a_world_of_one_needs_no_rendezvous_and_no_address():
+def test_world_of_one_needs_no_rendezvous():
     assert way({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}) is None
     assert way(BY_HAND, RANK="0", WORLD_SIZE="1", MASTER_PORT="x") is None
     assert way(OPEN_MPI, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1") is None
@@ -204,14 +204,14 @@ def test_insufficient_variables_are_refused(env):
         ("rack2-gpu[10-11].example,x", "rack2-gpu10.example"),
     ],
 )
-def test_the_first_host_of_slurms_list(nodes, first):
+def test_first_host_of_a_slurm_node_list_is_found(nodes, first):
     assert first_host(nodes) == first
 
 
 # ---- places
 
 
-def test_places_follow_from_hosts():
+def test_places_are_derived_from_hosts():
     hosts = ["a", "b", "a", "b", "a"]
     nobody = [None] * 5
     assert place(0, hosts, nobody) == Place(0, 5, 0, 3, 0, 2)
@@ -219,12 +219,12 @@ def test_places_follow_from_hosts():
     assert place(4, hosts, nobody) == Place(4, 5, 2, 3, 0, 1)
 
 
-def test_a_given_local_rank_counts():
+def test_given_local_ranks_are_used():
     assert place(0, ["a", "a"], [1, 0]) == Place(0, 2, 1, 2, 0, 1)
     assert place(1, ["a", "a", "b"], [5, 3, 3]) == Place(1, 3, 3, 2, 0, 2)
 
 
-def test_local_ranks_that_contradict_each_other_do_not():
+def test_contradictory_local_ranks_are_ignored():
     assert place(1, ["a", "a"], [0, 0]) == Place(1, 2, 1, 2, 0, 1)
     assert place(1, ["a", "a"], [1, None]) == Place(1, 2, 1, 2, 0, 1)
 
@@ -232,7 +232,7 @@ def test_local_ranks_that_contradict_each_other_do_not():
 # ---- the worker's view
 
 
-def test_a_worker_reads_its_launcher():
+def test_environment_of_a_launcher_is_read():
     env = environment.read(TORCHRUN)
     assert env.started == start(TORCHRUN)
     assert (env.driver, env.bind_host, env.start_timeout_s) == (None, "", 600.0)

@@ -17,13 +17,13 @@ def names(reads):
     return [read.name for read in reads]
 
 
-def test_what_is_set_has_the_values_of_the_present_world():
+def test_existing_rank_variables_get_the_values_of_the_present_world():
     env = dict(START)
     rank_variables.follow(ALONE, env)
     assert env == {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
-def test_the_slot_never_changes():
+def test_local_rank_variables_do_not_follow_the_world():
     """It picks the GPU of a worker that lives on."""
     env = {"LOCAL_RANK": "1", "HOROVOD_LOCAL_RANK": "1"}
     rank_variables.follow(ALONE, env)
@@ -39,11 +39,11 @@ def test_the_slot_never_changes():
         (Place(1, 2, 1, 2, 0, 1), []),
     ],
 )
-def test_what_a_script_may_have_kept_is_stale_in_another_world(place, stale):
+def test_values_kept_by_a_script_are_stale_in_another_world(place, stale):
     assert names(rank_variables.stale(place, START, READS)) == stale
 
 
-def test_a_lost_slot_on_another_rank_leaves_slot_0_the_first():
+def test_slot_0_that_keeps_rank_0_has_only_a_stale_world_size():
     start = START | {"RANK": "0", "LOCAL_RANK": "0"}
     place = Place(0, 1, 0, 1, 0, 1)
     assert names(rank_variables.stale(place, start, READS)) == ["WORLD_SIZE"]
@@ -68,7 +68,7 @@ if int(os.environ["LOCAL_RANK"]) == 0 and step > 5: save()
     ]
 
 
-def test_modules_of_the_script_are_checked_and_installed_ones_are_not(tmp_path):
+def test_only_modules_of_the_script_are_searched_for_variable_reads(tmp_path):
     mine, installed = tmp_path / "trainer.py", tmp_path / "site-packages" / "theirs.py"
     installed.parent.mkdir()
     for file in (mine, installed):

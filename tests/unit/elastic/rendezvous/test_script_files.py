@@ -15,7 +15,7 @@ def module(file: str | None) -> ModuleType:
     return made
 
 
-def test_modules_that_exist_in_memory_alone_are_no_files_of_a_script(tmp_path, monkeypatch):
+def test_modules_without_a_file_on_disk_are_not_script_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     modules = {"__main__": module("train.py"), "torch.ops": sys.modules["torch.ops"]}
@@ -23,7 +23,7 @@ def test_modules_that_exist_in_memory_alone_are_no_files_of_a_script(tmp_path, m
     assert all(map(os.path.exists, script_files(sys.modules)))
 
 
-def test_installed_modules_and_those_without_a_file_are_left_out():
+def test_installed_modules_and_modules_without_a_file_are_omitted():
     modules = {
         "zipped": module("/app.zip/model.py"),
         "built": module(None),

@@ -79,7 +79,7 @@ def talk(monkeypatch):
     return Conversation(monkeypatch)
 
 
-def test_an_evicted_peer_that_sends_a_message_ends_nothing(monkeypatch):
+def test_message_of_an_evicted_peer_does_not_affect_other_peers(monkeypatch):
     monkeypatch.setattr(server, "count_limit", lambda *_: 1)
     talk = Conversation(monkeypatch)
     stranger = talk.comes()
@@ -90,7 +90,7 @@ def test_an_evicted_peer_that_sends_a_message_ends_nothing(monkeypatch):
     caller.sendmsg.assert_called_once()
 
 
-def test_a_listener_that_disconnects_during_its_notification_ends_nothing(talk):
+def test_listener_that_disconnects_during_its_notification_affects_no_other(talk):
     listens, announces = talk.comes(), talk.comes()
     talk.turn(talk.says(listens, asks(LISTEN)))
     talk.turn(talk.says(announces, asks(ANNOUNCE)), talk.says(listens, b""))
@@ -100,7 +100,7 @@ def test_a_listener_that_disconnects_during_its_notification_ends_nothing(talk):
     late.sendmsg.assert_called_once()
 
 
-def test_without_descriptors_it_accepts_later_and_serves_existing_peers(talk):
+def test_server_without_descriptors_accepts_later_and_serves_existing_peers(talk):
     caller = talk.comes()
     talk.listener.accept.side_effect = OSError(errno.EMFILE, "Too many open files")
     talk.turn(talk.listener, talk.says(caller, asks(FETCH)))
@@ -113,7 +113,7 @@ def test_without_descriptors_it_accepts_later_and_serves_existing_peers(talk):
     talk.selector.select.assert_called_with(30.0)
 
 
-def test_a_failing_provider_affects_only_its_caller(talk, caplog):
+def test_failing_provider_affects_only_its_caller(talk, caplog):
     asker, other = talk.comes(), talk.comes()
     talk.turn(talk.says(asker, asks(FETCH, key="fails")), talk.says(other, asks(FETCH)))
     error = "'fails' is not available: ValueError: no rules yet"
@@ -122,14 +122,14 @@ def test_a_failing_provider_affects_only_its_caller(talk, caplog):
     recorded("log", caplog.text)
 
 
-def test_a_caller_may_ask_again_after_the_answer(talk):
+def test_caller_may_send_further_requests_after_an_answer(talk):
     caller = talk.comes()
     talk.turn(talk.says(caller, asks(FETCH, ANNOUNCE, FETCH)))
     assert caller.sendmsg.call_count == 3
     caller.close.assert_not_called()
 
 
-def test_a_caller_that_asks_before_the_answer_is_dropped(talk):
+def test_caller_that_sends_a_request_before_the_answer_is_dropped(talk):
     caller = talk.comes()
     talk.turn(talk.says(caller, asks(LISTEN, FETCH)))
     caller.sendmsg.assert_not_called()

@@ -105,7 +105,7 @@ def served():
     made.close()
 
 
-def test_a_caller_that_does_not_read_delays_no_other_and_misses_nothing(served):
+def test_caller_that_does_not_read_delays_no_other_and_gets_all_messages(served):
     slow, quick = served.call(1), served.call(2)
     for body in (LARGE, b"then"):
         served.server.send(served.callers[1], encoded(body))
@@ -114,7 +114,7 @@ def test_a_caller_that_does_not_read_delays_no_other_and_misses_nothing(served):
     assert [slow.next(), slow.next()] == [LARGE, b"then"]
 
 
-def test_messages_of_a_caller_arrive_in_order_until_it_is_lost(served):
+def test_messages_of_a_caller_arrive_in_order_before_its_loss(served):
     caller = served.call(1)
     caller.socket.sendall(b"".join(caller.wire.frame_of(encoded(n)) for n in range(3)))
     caller.socket.close()
@@ -125,7 +125,7 @@ def test_messages_of_a_caller_arrive_in_order_until_it_is_lost(served):
     served.server.send(served.callers[1], encoded(b"to nobody"))
 
 
-def test_what_is_queued_is_sent_when_the_server_closes(served, monkeypatch):
+def test_queued_messages_are_sent_when_the_server_closes(served, monkeypatch):
     monkeypatch.setattr(server_module, "FLUSH_S", 60.0)
     caller = served.call(1)
     served.server.send(served.callers[1], encoded(LARGE))
@@ -218,7 +218,7 @@ def test_a_body_for_many_callers_is_held_once(served):
     assert [each.next() for each in callers] == [LARGE] * len(callers)
 
 
-def test_all_callers_are_tried_once_in_a_turn(served, monkeypatch):
+def test_each_caller_is_tried_once_per_turn(served, monkeypatch):
     callers = [served.call(number) for number in range(1, 5)]
     for caller in served.callers.values():
         served.server.send(caller, encoded(LARGE))
@@ -251,7 +251,7 @@ def test_a_caller_with_too_much_unread_is_dropped(served, monkeypatch):
     assert served.lost == [1]
 
 
-def test_heartbeats_go_only_to_authenticated_callers_with_an_empty_queue(served):
+def test_heartbeats_are_sent_only_to_authenticated_callers_with_an_empty_queue(served):
     idle, busy = served.call(1), served.call(2)
     stranger = socket.create_connection(served.address, 10)
     served.closing.append(stranger)
@@ -267,7 +267,7 @@ def test_heartbeats_go_only_to_authenticated_callers_with_an_empty_queue(served)
 
 
 @pytest.mark.parametrize(("number", "secret"), [(0, SECRET), (1, b"another")])
-def test_a_refused_caller_is_dropped_and_was_never_there(served, number, secret):
+def test_refused_caller_is_dropped_and_not_reported_as_lost(served, number, secret):
     assert Caller(served, number, secret).next() is None
     assert (served.callers, served.lost, served.server.pending.all()) == ({}, [], [])
 

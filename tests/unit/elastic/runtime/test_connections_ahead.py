@@ -35,9 +35,7 @@ def enter(groups: list[Groups], generation: int) -> None:
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_requests_of_a_world_when_its_rank_0_was_rank_0_before_then_none_connects(
-    stays, monkeypatch
-):
+def test_requests_to_the_next_world_connect_only_when_rank_0_has_changed(stays, monkeypatch):
     # Closing waits for the threads of all Groups of a process, of which a worker has one.
     monkeypatch.setattr(process_groups, "CLOSE_S", 0.0)
     monkeypatch.setattr(process_groups, "_FORM_S", 0.0)

@@ -37,7 +37,7 @@ def test_error_after_sigterm_is_excused_once():
     assert not excuse_error(recovery)
 
 
-def test_error_is_excused_where_the_driver_wants_a_last_checkpoint_of_this_world():
+def test_error_is_excused_once_when_a_last_checkpoint_of_this_world_is_requested():
     recovery = training(Recovery())
     recovery.receive(CheckpointSoon(1))
     assert not excuse_error(recovery)
@@ -47,7 +47,7 @@ def test_error_is_excused_where_the_driver_wants_a_last_checkpoint_of_this_world
     assert not excuse_error(recovery), "it is asked for again in each world"
 
 
-def test_error_in_a_world_that_broke_meanwhile_is_excused():
+def test_error_in_a_world_that_has_broken_is_excused():
     recovery = training(Recovery())
     recovery.ask_to_leave("SIGTERM")
     recovery.fail(2, "connection closed by peer")
@@ -55,7 +55,7 @@ def test_error_in_a_world_that_broke_meanwhile_is_excused():
 
 
 @pytest.mark.parametrize("case", ["no commit", "outside", "over"])
-def test_error_is_not_excused_where_no_world_could_follow(case):
+def test_error_is_not_excused_when_no_world_could_follow(case):
     recovery = training(Recovery())
     recovery.ask_to_leave("SIGTERM")
     if case == "no commit":
@@ -160,7 +160,7 @@ def later(monkeypatch, session, happens):
     return looks
 
 
-def test_failed_collective_is_excused_where_a_last_checkpoint_is_wanted_a_moment_later(
+def test_failed_collective_is_excused_when_a_last_checkpoint_is_requested_soon_after(
     fixed, monkeypatch
 ):
     later(monkeypatch, fixed, lambda: fixed.recovery.receive(CheckpointSoon(2)))

@@ -46,7 +46,7 @@ def worker(threads_of_its_own: None) -> Iterator[WorkerRuntime]:
     worker.close()
 
 
-def test_one_that_did_not_run_knows_that_it_was_fenced(worker, clock):
+def test_worker_that_was_stopped_before_the_loss_leaves_as_fenced(worker, clock):
     worker.training.enter()
     worker.link_thread.poked()
     clock[0] += 12.0  # stopped, and continued
@@ -57,7 +57,7 @@ def test_one_that_did_not_run_knows_that_it_was_fenced(worker, clock):
         worker.session.raise_over()
 
 
-def test_one_that_ran_all_the_time_cannot_tell(worker, clock):
+def test_worker_that_ran_continuously_leaves_without_a_known_reason(worker, clock):
     worker.training.enter()
     for _ in range(20):
         worker.link_thread.poked()
@@ -67,7 +67,7 @@ def test_one_that_ran_all_the_time_cannot_tell(worker, clock):
         worker.session.raise_over()
 
 
-def test_a_sleep_of_long_ago_has_nothing_to_do_with_it(worker, clock):
+def test_stop_long_before_the_loss_is_not_taken_for_a_fence(worker, clock):
     worker.link_thread.poked()
     clock[0] += 12.0
     for _ in range(60):
@@ -79,7 +79,7 @@ def test_a_sleep_of_long_ago_has_nothing_to_do_with_it(worker, clock):
     assert not isinstance(caught.value, JobOver)  # no other process has reported it
 
 
-def test_a_worker_that_knows_why_the_job_ended_prints_nothing_more(worker):
+def test_worker_that_received_the_end_of_the_job_ignores_a_later_driver_loss(worker):
     worker.link_thread.receive(messages.End("too few workers"))
     worker.session.driver_lost("the driver closed the connection")
     assert not worker.session.lost_driver
@@ -100,7 +100,7 @@ def test_a_message_of_the_driver_ends_a_worker_without_a_traceback(monkeypatch):
     assert shown == [mistake]
 
 
-def test_the_sentence_is_printed_where_elastic_run_ends(worker, monkeypatch, capsys):
+def test_reason_of_the_end_is_printed_when_elastic_run_exits(worker, monkeypatch, capsys):
     monkeypatch.setattr(lifecycle, "_runtime", worker)
     monkeypatch.setattr(lifecycle, "_initialized", True)
 

@@ -55,7 +55,7 @@ def test_exchange_in_the_background_does_not_delay_the_exit(monkeypatch):
     assert exchange.wait() == [b"x"]
 
 
-def test_values_of_a_copy_on_one_host_need_no_store():
+def test_values_of_a_state_copy_on_one_host_need_no_store():
     session = Session(
         dataclasses.replace(environment.read({}), elastic=True),
         create_autospec(Link, instance=True),

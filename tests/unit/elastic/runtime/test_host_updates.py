@@ -57,7 +57,7 @@ def test_a_manager_registers_notifies_and_removes_listeners():
     assert len(listener.heard) == 1
 
 
-def test_a_listener_that_raises_does_not_keep_it_from_the_others(listener, capsys):
+def test_listener_that_raises_does_not_prevent_later_listeners(listener, capsys):
     first = Broken()
     host_updates.remove(listener)
     with host_updates.told(first), host_updates.told(listener):
@@ -73,7 +73,7 @@ def test_a_registered_listener_stays_registered_in_the_next_world(listener):
     assert listener.heard == [(2.0, 3)]
 
 
-def test_a_planned_change_is_reported_once_although_the_driver_repeats_it(listener):
+def test_repeated_notification_of_a_planned_change_is_reported_once(listener):
     sent: list[messages.Message] = []
     rt = WorkerRuntime(environment.read({}), None)
     rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
@@ -110,7 +110,7 @@ def test_a_notified_state_keeps_the_timestamp():
     assert state._host_messages.empty()
 
 
-def test_names_without_a_service_say_what_to_use():
+def test_names_without_a_service_raise_attribute_error():
     with raises(AttributeError):
         _ = worker.WorkerNotificationService
     with raises(AttributeError):

@@ -17,7 +17,7 @@ from harness.golden import raises
 @pytest.mark.parametrize(
     ("group_made", "under_elasticrun"), [(True, True), (True, False), (False, True)]
 )
-def test_a_worker_whose_torch_has_not_loaded_our_backend_gets_an_error(
+def test_torch_without_our_backend_raises_not_initialized(
     monkeypatch, group_made, under_elasticrun
 ):
     known = create_autospec(Environment, instance=True)

@@ -117,7 +117,7 @@ def linked(driver, paths):
         link.close()
 
 
-def test_messages_go_both_ways_whatever_their_size(paths):
+def test_messages_of_any_size_are_sent_both_ways(paths):
     blob = os.urandom(1 << 20) * 8
     with driving(paths) as driver, linked(driver, paths) as (link, told):
         link.send(protocol.Hello(A, 7))
@@ -155,7 +155,7 @@ def test_threads_may_send_while_another_reads(paths):
             assert mine == [n for n in range(300) if n % 97]
 
 
-def test_a_forked_child_closes_nothing_of_its_parents(paths):
+def test_forked_child_does_not_close_the_connection_of_its_parent(paths):
     with driving(paths) as driver, linked(driver, paths) as (link, told):
         pid = os.fork()
         if pid == 0:
@@ -208,7 +208,7 @@ def test_last_messages_are_read_before_the_loop_processes_them(paths):
         assert heard == [protocol.Failed(1, "last words")]
 
 
-def test_another_secret_is_refused_by_both(paths):
+def test_different_secret_is_refused_by_both_sides(paths):
     with driving(paths) as driver:
         with raises(DriverLost):
             Link(driver.address, b"x" * 32, A, tls=paths)
@@ -260,7 +260,7 @@ def framed(*messages) -> bytes:
     return b"".join(wire.frame(message) for message in messages)
 
 
-def test_a_second_connection_gets_the_reason_of_its_refusal(paths):
+def test_second_connection_of_a_worker_is_refused_with_a_reason(paths):
     """A child of a worker has its environment, and so everything for authentication."""
     with driving(paths) as driver, linked(driver, paths):
         with raises(DriverLost):
@@ -282,12 +282,12 @@ def test_a_second_connection_gets_the_reason_of_its_refusal(paths):
         b"HTTP/1.1 200 OK\r\n",
     ],
 )
-def test_an_impostor_gets_no_message(said):
+def test_impostor_driver_is_refused(said):
     with impostor(said) as address, raises(DriverLost):
         Link(address, SECRET, A)
 
 
-def test_a_driver_that_drips_is_given_up_in_time(monkeypatch):
+def test_driver_that_sends_too_slowly_is_abandoned(monkeypatch):
     monkeypatch.setattr(link_module, "CONNECT_S", 0.2)
     listening = socket.create_server(("127.0.0.1", 0))
     over = threading.Event()
@@ -317,7 +317,7 @@ def test_a_driver_that_drips_is_given_up_in_time(monkeypatch):
 
 
 @needs_openssl
-def test_a_worker_without_tls_gets_an_error_that_says_what_is_missing(files, monkeypatch):
+def test_worker_without_tls_is_refused_by_a_driver_with_tls(files, monkeypatch):
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.1)
     with driving(files) as driver:
         with raises(DriverLost):
@@ -326,7 +326,7 @@ def test_a_worker_without_tls_gets_an_error_that_says_what_is_missing(files, mon
 
 
 @needs_openssl
-def test_a_driver_without_tls_gets_an_error_that_says_what_is_missing(files):
+def test_driver_without_tls_is_refused_by_a_worker_with_tls(files):
     with driving() as driver:
         with raises(DriverLost):
             Link(driver.address, SECRET, A, tls=files)
@@ -348,7 +348,7 @@ def test_a_certificate_of_another_authority_is_refused_on_both_sides(files, tmp_
 
 
 @needs_openssl
-def test_no_certificate_no_entry(files):
+def test_connection_without_a_certificate_is_refused(files):
     with driving(files) as driver:
         bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         bare.check_hostname = False
@@ -362,7 +362,7 @@ def test_no_certificate_no_entry(files):
 
 @needs_openssl
 @pytest.mark.parametrize("version", ["TLSv1_2", "TLSv1_3", "TLSv1_1"])
-def test_what_is_older_than_1_2_is_not_spoken(files, version, monkeypatch):
+def test_tls_versions_before_1_2_are_refused(files, version, monkeypatch):
     with driving(files) as driver:
         old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         old.check_hostname = False
@@ -383,7 +383,7 @@ def test_what_is_older_than_1_2_is_not_spoken(files, version, monkeypatch):
 
 
 @needs_openssl
-def test_files_are_checked_before_anything_starts(authority, files, tmp_path):
+def test_invalid_tls_files_are_refused(authority, files, tmp_path):
     cert, key, ca = files
     check(*files)
     check(*authority.sign("both", usage="clientAuth,serverAuth"))

@@ -93,7 +93,7 @@ def worker(monkeypatch):
     return Worker(clock, monkeypatch)
 
 
-def test_it_checks_again_when_a_wait_is_a_second_old(worker):
+def test_next_check_is_due_when_a_wait_is_one_second_old(worker):
     assert worker.thread.poked() == 1.0
     worker.progress.enter(1, "allreduce.loss", worker.clock.now)
     worker.clock.now += 0.4
@@ -109,7 +109,7 @@ def test_a_standby_is_idle_until_there_is_a_place(worker):
     assert worker.session.account.part == "joining"
 
 
-def test_no_worker_has_waited_for_a_standby(worker):
+def test_standby_time_is_not_counted_as_waited(worker):
     worker.waits()
     worker.thread.receive(StandBy())
     worker.clock.now += 7200.0
@@ -120,7 +120,7 @@ def test_no_worker_has_waited_for_a_standby(worker):
     assert report[0]["waited"] == 0.0
 
 
-def test_a_new_member_of_a_world_immediately_reports_its_time_account(worker):
+def test_new_member_reports_its_time_account_when_training_begins(worker):
     worker.waits()
     assert worker.passes(1.0) == []
     worker.world(3)
@@ -131,7 +131,7 @@ def test_a_new_member_of_a_world_immediately_reports_its_time_account(worker):
     assert worker.passes(1.0) == []
 
 
-def test_a_worker_that_others_wait_for_reports_its_line(worker):
+def test_located_worker_reports_its_line(worker):
     worker.thread.receive(messages.Locate())
     [said] = worker.said
     assert isinstance(said, messages.Located)
@@ -145,7 +145,7 @@ def test_unchanged_values_are_repeated_periodically(worker):
 
 
 @pytest.mark.parametrize(("rank", "every_s"), [(0, FIRST_SPENT_S), (1, SPENT_S)])
-def test_rank_0_reports_the_progress_of_all_often(worker, rank, every_s):
+def test_rank_0_reports_the_progress_more_often(worker, rank, every_s):
     worker.waits()
     worker.world(3, rank)
     worker.session.account.begin("training", worker.clock.now)
@@ -157,7 +157,7 @@ def test_rank_0_reports_the_progress_of_all_often(worker, rank, every_s):
     assert said.commit == Commit(3, 7)
 
 
-def test_at_the_end_it_reports_the_last_commit(worker):
+def test_last_commit_is_reported_when_the_world_finishes(worker):
     worker.waits()
     worker.world(3)
     worker.session.recovery.newest = Commit(3, 9)
@@ -168,7 +168,7 @@ def test_at_the_end_it_reports_the_last_commit(worker):
     assert [said.commit for said in worker.said] == [Commit(3, 9)]
 
 
-def test_a_second_training_is_reported_at_its_begin(worker):
+def test_second_training_is_reported_when_it_begins(worker):
     worker.waits()
     worker.world(3, rank=1)
     worker.session.account.begin("training", worker.clock.now)

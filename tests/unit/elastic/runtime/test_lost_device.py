@@ -55,19 +55,19 @@ def test_a_kernel_that_outlives_its_abort_is_given_ten_seconds_and_no_more(gpu):
     assert 110.0 <= gpu.clock.now < 110.5
 
 
-def test_a_kernel_that_ends_late_is_only_late(gpu):
+def test_kernel_that_ends_late_is_no_lost_device(gpu):
     gpu.kernel.is_completed.side_effect = lambda: gpu.clock.now > 104.0
     assert gpu.groups.drain(1.0) == 1
     assert gpu.clock.now < 104.5
 
 
-def test_an_abort_that_takes_long_spoils_nothing_once_all_kernels_have_ended(gpu):
+def test_slow_abort_is_no_lost_device_once_all_kernels_have_ended(gpu):
     gpu.kernel.is_completed.return_value = True
     gpu.group._stopping = SimpleNamespace(join=lambda timeout: None, is_alive=lambda: True)
     assert gpu.groups.drain(1.0) == 1
 
 
-def test_no_worker_is_ready_before_the_gpu_memory_of_the_world_before_last_is_free(gpu):
+def test_worker_is_not_ready_until_gpu_memory_of_earlier_worlds_is_free(gpu):
     """If worlds break in a row, communicators would accumulate."""
     gpu.kernel.is_completed.return_value = True
     stuck = create_autospec(NcclCollectives, instance=True)
@@ -80,7 +80,7 @@ def test_no_worker_is_ready_before_the_gpu_memory_of_the_world_before_last_is_fr
     gpu.groups.make_room()
 
 
-def test_a_group_of_one_rank_on_a_gpu_launches_nothing_that_is_watched_or_freed(gpu):
+def test_local_group_on_a_gpu_launches_no_watched_collective(gpu):
     """For example of a process set with one rank."""
     gpu.groups._made = {("named", "cuda", (0,)): LocalCollectives()}
     assert gpu.groups.unsettled() == [] and gpu.groups.followed_since() is None
@@ -89,7 +89,7 @@ def test_a_group_of_one_rank_on_a_gpu_launches_nothing_that_is_watched_or_freed(
     gpu.groups.make_room()
 
 
-def test_a_group_that_did_not_connect_is_drained_and_closed_as_others(gpu):
+def test_unconnected_group_is_drained_and_not_closed_in_the_training_thread(gpu):
     unmade = create_autospec(NcclCollectives, instance=True)
     unmade.ended.return_value = False
     gpu.groups._made, gpu.groups._unmade = {}, [unmade]
@@ -100,7 +100,7 @@ def test_a_group_that_did_not_connect_is_drained_and_closed_as_others(gpu):
     assert gpu.groups._unconnected == [unmade]
 
 
-def test_only_many_unconnected_communicators_are_waited_for(gpu):
+def test_unconnected_communicators_are_awaited_only_above_a_limit(gpu):
     """A second loss soon after one while NCCL connects would cost all others the rest of NCCL's time."""
     unmade = [create_autospec(NcclCollectives, instance=True) for _ in range(3)]
     freed: list[object] = []
@@ -119,7 +119,7 @@ def test_only_many_unconnected_communicators_are_waited_for(gpu):
     assert gpu.groups._unconnected == [unmade[0], unmade[2]]
 
 
-def test_at_exit_groups_have_two_seconds_and_those_that_are_stuck_are_left_behind(gpu, monkeypatch):
+def test_groups_get_two_seconds_at_exit_and_stuck_ones_are_left_behind(gpu, monkeypatch):
     left = create_autospec(threads.leave_behind)
     monkeypatch.setattr(threads, "leave_behind", left)
     stuck = create_autospec(NcclCollectives, instance=True)
@@ -131,7 +131,7 @@ def test_at_exit_groups_have_two_seconds_and_those_that_are_stuck_are_left_behin
     left.assert_called_once_with(2.0)
 
 
-def test_groups_at_exit_when_the_gpu_has_failed_are_all_closed(gpu):
+def test_all_groups_are_closed_at_exit_after_a_gpu_failure(gpu):
     """The device's error would otherwise skip the other groups, and the end of the process despite their threads."""
     gpu.kernel.is_completed.side_effect = RuntimeError
     other = create_autospec(NcclCollectives, instance=True)
@@ -141,13 +141,13 @@ def test_groups_at_exit_when_the_gpu_has_failed_are_all_closed(gpu):
     assert gpu.group.freed(10.0)
 
 
-def test_survivor_whose_gpu_has_failed_does_not_report_that_it_is_ready(gpu):
+def test_drain_raises_after_a_gpu_failure(gpu):
     gpu.kernel.is_completed.side_effect = RuntimeError
     with pytest.raises(RuntimeError):
         gpu.groups.drain(1.0)
 
 
-def test_a_group_on_the_cpu_is_not_waited_for_any_longer(gpu):
+def test_undrained_cpu_group_does_not_delay_the_drain(gpu):
     late = create_autospec(GlooCollectives, instance=True)
     late.drain.return_value = False
     gpu.groups._made = {("named", "cpu", (0, 1)): late}

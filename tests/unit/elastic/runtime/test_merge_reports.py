@@ -22,7 +22,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerRuntime, list[float
     return rt, now, sent
 
 
-def test_merge_report_when_it_is_due_or_the_late_islands_change_contains_the_wait_since_the_last_one(
+def test_merge_report_when_due_or_late_islands_change_then_contains_the_wait_since_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rt, now, sent = training(monkeypatch)

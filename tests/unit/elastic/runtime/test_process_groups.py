@@ -54,19 +54,19 @@ def group():
     return group
 
 
-def test_a_lost_wake_up_does_not_hold_the_drain_up(group, clock):
+def test_missed_wake_up_does_not_delay_the_drain(group, clock):
     assert group.drain(1.0)
     assert clock.now - 100.0 < 0.1
 
 
-def test_a_group_whose_threads_never_rest_is_not_drained(group, clock, monkeypatch):
+def test_group_with_running_threads_is_not_drained_within_the_limit(group, clock, monkeypatch):
     monkeypatch.setattr(sockets, "count", lambda *_: 1)
     monkeypatch.setattr(thread_activity, "runs", lambda: None)
     assert not group.drain(1.0)
     assert clock.now - 100.0 >= 1.0
 
 
-def test_what_is_not_cut_yet_is_cut_before_anyone_is_believed_to_sleep(group, clock, monkeypatch):
+def test_sockets_are_cut_before_threads_are_checked_for_activity(group, clock, monkeypatch):
     done: list[str] = []
 
     def look() -> thread_activity.Runs:
@@ -79,7 +79,7 @@ def test_what_is_not_cut_yet_is_cut_before_anyone_is_believed_to_sleep(group, cl
     assert done == ["cut", "look", "cut", "look"]
 
 
-def test_a_group_whose_threads_still_run_is_not_drained_yet(group, clock, monkeypatch):
+def test_group_is_drained_only_after_two_equal_samples_of_its_threads(group, clock, monkeypatch):
     seen = iter([None, frozenset({("7", b"1/0")}), frozenset({("7", b"2/0")})])
     monkeypatch.setattr(thread_activity, "runs", lambda: next(seen, frozenset({("7", b"2/0")})))
     assert group.drain(1.0)
@@ -143,7 +143,7 @@ class Ending:
         return self.over
 
 
-def test_what_could_not_be_freed_is_freed_by_a_later_close(clock):
+def test_memory_held_by_a_stuck_work_is_freed_by_a_later_close(clock):
     stuck, backend = Ending(), Freed()
     left = GlooCollectives(0, 2, 30.0)
     left._under_way.append(stuck)

@@ -18,7 +18,7 @@ def told(progress: ProgressCounter, now: float) -> list[tuple[str, float, str]]:
     return [(m.inside, round(m.waited_s, 3), m.phase) for m in messages]  # type: ignore[attr-defined]
 
 
-def test_a_step_without_waits_reports_nothing():
+def test_steps_without_waits_report_no_progress():
     progress = ProgressCounter()
     for step in range(100):
         progress.enter(2, "gradients", step * 0.1)
@@ -39,7 +39,7 @@ def test_a_wait_of_a_second_and_its_end_are_reported():
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.001, 0.3, 0.999])
-def test_a_wait_is_reported_when_it_is_a_second_old_whenever_it_began(after_s):
+def test_wait_is_reported_at_an_age_of_one_second_for_any_start(after_s):
     """The look at 10 comes before it, with others between: none of them may be the one that is late."""
     progress, now = ProgressCounter(), 10.0
     progress.enter(2, "allreduce.loss", 9.9)
@@ -85,7 +85,7 @@ def test_a_waiting_worker_reports_its_line():
     assert isinstance(said, protocol.Progress) and said.line == ""
 
 
-def test_whom_a_wait_is_for_is_forgotten_with_it():
+def test_awaited_ranks_are_forgotten_when_the_wait_ends():
     progress = ProgressCounter()
     progress.told(2, 1, "train.py:40")  # no worker waits yet
     progress.enter(2, "allreduce.loss", 10.0)
@@ -99,7 +99,7 @@ def test_whom_a_wait_is_for_is_forgotten_with_it():
     assert progress.awaited() == {}
 
 
-def test_the_next_collective_is_another_wait():
+def test_next_collective_starts_a_new_wait():
     progress = ProgressCounter()
     progress.enter(2, "allreduce.loss", 10.0)
     told(progress, 11.5)
@@ -119,7 +119,7 @@ def test_collectives_are_counted_in_each_generation():
     assert (progress.generation, progress.entered) == (3, 1)
 
 
-def test_one_inside_another_is_the_outer_one():
+def test_nested_collective_counts_as_the_outer_one():
     """A group is formed in the middle of a collective: that is one wait."""
     progress = ProgressCounter()
     progress.enter(2, "gradients", 10.0)
@@ -129,7 +129,7 @@ def test_one_inside_another_is_the_outer_one():
     assert progress.inside == "gradients" and progress.entered == 1
 
 
-def test_a_long_phase_is_reported_at_both_ends_and_restores_the_outer_one():
+def test_long_phase_is_reported_at_both_ends_and_restores_the_outer_phase():
     progress = ProgressCounter()
     outer, said = progress.begin_phase("evaluate", 2)
     assert isinstance(said, protocol.Progress) and said.phase == "evaluate"
@@ -140,7 +140,7 @@ def test_a_long_phase_is_reported_at_both_ends_and_restores_the_outer_one():
     assert told(progress, 99.0) == [], "both ends were said when they were reached"
 
 
-def test_a_long_phase_is_of_the_present_world_also_where_it_had_no_collective_yet():
+def test_long_phase_without_collectives_belongs_to_the_present_world():
     """A driver ignores reports of an earlier world, and would regard the worker as stuck."""
     progress = ProgressCounter()
     progress.enter(2, "gradients", 0.0)
@@ -150,14 +150,14 @@ def test_a_long_phase_is_of_the_present_world_also_where_it_had_no_collective_ye
     assert progress.end_phase(before, 4).generation == 4
 
 
-def test_a_wait_inside_a_long_phase_is_reported_with_it():
+def test_wait_inside_a_long_phase_is_reported_with_the_phase():
     progress = ProgressCounter()
     progress.begin_phase("evaluate", 2)
     progress.enter(2, "allreduce.score", 10.0)
     assert told(progress, 12.0) == [("allreduce.score", 2.0, "evaluate")]
 
 
-def test_the_pace_is_how_much_was_waited_in_half_a_minute():
+def test_pace_is_the_time_waited_in_half_a_minute():
     progress = ProgressCounter()
     progress.enter(2, "gradients", 0.0)
     progress.leave(0.0)
@@ -198,7 +198,7 @@ def test_a_pace_never_spans_two_worlds():
     assert isinstance(pace, protocol.Pace) and pace.generation == 3 and pace.collectives == 1
 
 
-def test_a_pace_is_of_the_present_world_also_where_it_had_no_collective_yet():
+def test_pace_without_collectives_belongs_to_the_present_world():
     progress = ProgressCounter()
     progress.enter(2, "gradients", 0.0)
     progress.leave(0.5)
@@ -208,7 +208,7 @@ def test_a_pace_is_of_the_present_world_also_where_it_had_no_collective_yet():
     assert isinstance(pace, protocol.Pace) and (pace.generation, pace.collectives) == (3, 0)
 
 
-def test_long_phase_without_a_job_does_nothing_and_passes_exceptions_on():
+def test_long_phase_without_a_job_only_passes_exceptions_on():
     with pytest.raises(KeyError), elastic.long_phase("evaluate"):
         raise KeyError("x")
 

@@ -66,7 +66,7 @@ def phase(r: Recovery) -> Phase:
     return r.phase
 
 
-def test_from_init_to_training():
+def test_recovery_passes_from_init_to_training():
     r = Recovery()
     assert r.provisional
     assert r.receive(Welcome(PLACE, newcomer=False, elastic=True)) == []
@@ -79,7 +79,7 @@ def test_from_init_to_training():
     assert r.adopt() == Commit(2, 0)
 
 
-def test_ready_when_the_worker_has_a_commit_then_it_names_the_step():
+def test_ready_message_contains_the_step_only_with_a_commit():
     r = training(2, commit=Commit(1, 7))
     [sent] = r.wait_for_world(STORE, "x", step=30)
     assert isinstance(sent, Send) and isinstance(sent.message, Ready)
@@ -100,7 +100,7 @@ def test_a_newcomer_does_not_wait_in_init():
     assert not r.newcomer  # from now on its init() waits like that of the others
 
 
-def test_the_first_world_may_be_formed_without_a_worker_that_waits_for_it():
+def test_worker_left_out_of_the_first_world_is_outside_and_provisional():
     r = Recovery()
     r.receive(Welcome(PLACE, newcomer=False, elastic=True))
     r.wait_for_world(STORE, "")
@@ -128,7 +128,7 @@ def test_the_drivers_message_has_priority():
     assert r.wait_for_world(STORE, "x") == [Send(Ready(2, Commit(2, 0), STORE, "x", number=3))]
 
 
-def test_what_belongs_to_another_generation_is_dropped():
+def test_messages_of_another_generation_are_ignored():
     r = training()
     assert r.fail(1, "old") == []
     assert r.receive(Broken(1, "old")) == []
@@ -140,13 +140,13 @@ def test_what_belongs_to_another_generation_is_dropped():
     assert phase(r) is Phase.WAITING
 
 
-def test_outside_elastic_run_a_broken_collective_strands_the_worker():
+def test_broken_collective_outside_of_elastic_run_strands_the_worker():
     r = outside()
     assert r.fail(1, "closed") == [AbortGroups(1, "closed"), Send(Stranded(1, "closed"))]
     assert r.strand() == []
 
 
-def test_a_world_that_broke_strands_only_those_that_still_want_it():
+def test_broken_world_strands_only_workers_that_have_not_entered_elastic_run():
     r = outside()
     assert r.receive(Broken(1, "lost")) == [AbortGroups(1, "lost")]
     assert r.strand() == [Send(Stranded(1, "lost"))]  # a collective was called
@@ -161,7 +161,7 @@ def test_a_world_that_broke_strands_only_those_that_still_want_it():
 # ---- planned changes ----------------------------------------------------------------------------
 
 
-def test_all_stop_one_check_after_the_one_furthest_ahead():
+def test_all_workers_stop_one_check_after_the_most_advanced_one():
     behind, ahead = training(), training()
     assert behind.arrive() is Verdict.PASS
     for _ in range(3):
@@ -186,7 +186,7 @@ def test_worker_of_its_own_pace_stops_at_its_next_safepoint_for_a_planned_change
     assert r.arrive() is Verdict.STOP
 
 
-def test_a_change_that_is_called_off_lets_go():
+def test_cancelled_change_releases_a_held_worker():
     r = training()
     r.receive(Prepare(2, 1))
     assert r.arrive() is Verdict.HOLD
@@ -225,7 +225,7 @@ def test_the_end_of_a_job_releases_a_held_worker():
 # ---- commits ------------------------------------------------------------------------------------
 
 
-def test_a_commit_is_numbered_by_the_check_that_follows_it():
+def test_commit_has_the_number_of_the_check_that_follows():
     r = training()
     r.arrive()
     r.arrive()
@@ -243,7 +243,7 @@ def test_stopping_at_a_commit_saves_under_the_same_number():
     assert r.committed() == committed == Commit(2, 1)
 
 
-def test_workers_that_passed_without_a_commit_and_stopped_ones_never_share_a_number():
+def test_workers_that_passed_and_stopped_ones_never_share_a_commit_number():
     passed, stopped = training(), training()
     for r in (passed, stopped):
         r.receive(Prepare(2, 1))
@@ -255,7 +255,7 @@ def test_workers_that_passed_without_a_commit_and_stopped_ones_never_share_a_num
     assert passed.committed() == Commit(2, 2)
 
 
-def test_commits_outside_elastic_run_are_local_to_a_worker():
+def test_commits_outside_of_elastic_run_are_not_reported():
     r = outside()
     assert r.committed() is None
     r.enter()
@@ -263,7 +263,7 @@ def test_commits_outside_elastic_run_are_local_to_a_worker():
     assert ready == Send(Ready(1, None, STORE, "x", number=2))
 
 
-def test_a_torn_commit_is_none():
+def test_discarded_commit_is_not_reported():
     r = training()
     r.committed()
     r.discard_commit()
@@ -271,7 +271,7 @@ def test_a_torn_commit_is_none():
     assert r.wait_for_world(STORE, "x") == [Send(Ready(2, None, STORE, "x", number=3))]
 
 
-def test_a_second_training_does_not_begin_with_the_first_ones_commit():
+def test_second_training_does_not_begin_with_the_commit_of_the_first():
     r = training()
     r.committed()
     r.returned()
@@ -283,7 +283,7 @@ def test_a_second_training_does_not_begin_with_the_first_ones_commit():
 # ---- the end ------------------------------------------------------------------------------------
 
 
-def test_returning_waits_for_all():
+def test_returned_worker_finishes_when_all_have_returned():
     r = training()
     assert r.returned() == [Send(Returned(2))]
     r.receive(Finish(1))
@@ -301,7 +301,7 @@ def finished() -> Recovery:
     return r
 
 
-def test_a_failure_in_a_second_training_ends_it_without_a_report():
+def test_failure_in_a_second_training_breaks_the_worker_without_a_report():
     r = finished()
     r.train_again()
     assert r.fail(2, "reset by peer") == [AbortGroups(2, "reset by peer")]
@@ -312,7 +312,7 @@ def test_a_failure_in_a_second_training_ends_it_without_a_report():
     assert r.reconnected() == [Send(Reconnected(2, True))]
 
 
-def test_after_a_second_training_collectives_fail_as_before_it():
+def test_failure_after_a_second_training_is_ignored():
     r = finished()
     r.train_again()
     r.trained_again()
@@ -320,7 +320,7 @@ def test_after_a_second_training_collectives_fail_as_before_it():
     assert (phase(r), r.finished) == (Phase.FINISHED, True)
 
 
-def test_a_loss_before_all_have_returned_brings_it_back():
+def test_loss_before_all_have_returned_recalls_a_returned_worker():
     r = training()
     r.returned()
     r.receive(Broken(2, "lost"))
@@ -328,7 +328,7 @@ def test_a_loss_before_all_have_returned_brings_it_back():
     assert r.returned() == []
 
 
-def test_init_again():
+def test_repeated_init_waits_for_a_new_world():
     r = outside()
     r.pause()
     r.receive(Broken(1, "lost"))  # no longer relevant for it
@@ -339,7 +339,7 @@ def test_init_again():
 
 
 @pytest.mark.parametrize("message", [Leave("SIGTERM"), Rejected("layout"), End("failed")])
-def test_after_the_end_nothing_happens(message):
+def test_messages_and_calls_after_the_end_have_no_effect(message):
     r = training()
     assert r.receive(message) == [AbortGroups(2, message.reason)]
     assert (r.phase, r.over, r.reason) == (Phase.OVER, message, message.reason)
@@ -349,13 +349,13 @@ def test_after_the_end_nothing_happens(message):
     assert r.arrive() is Verdict.OVER
 
 
-def test_a_lost_driver_is_the_end():
+def test_lost_driver_ends_the_worker():
     r = training()
     assert r.driver_lost("closed") == [AbortGroups(2, "closed")]
     assert r.over == End("closed")
 
 
-def test_a_user_exception_is_reported_with_the_commit_before_it():
+def test_user_exception_is_reported_with_the_preceding_commit():
     r = training()
     r.committed()
     assert r.raised("ValueError: x", "Traceback") == [
@@ -373,7 +373,7 @@ def test_sys_exit_in_user_code_is_reported_before_the_interpreter_ends():
     assert r.quit(3) == [] and r.wait_for_world(STORE, "d") == []
 
 
-def test_a_worker_with_a_mismatched_state_reports_it_before_its_process_ends():
+def test_quit_is_reported_before_the_process_ends():
     r = training()
     assert [each.message for each in r.quit(1, "") if isinstance(each, Send)] == [Quit(2, 1)]
     assert r.phase is Phase.OVER
@@ -386,7 +386,7 @@ def said(r: Recovery) -> list[Message]:
     return [action.message for action in r.reconnected() if isinstance(action, Send)]
 
 
-def test_on_a_new_connection_it_reports_its_phase():
+def test_phase_is_reported_on_a_new_connection():
     r = Recovery()
     assert said(r) == [Reconnected(0, welcomed=False)]
     r.receive(Welcome(PLACE, newcomer=False, elastic=True))
@@ -429,7 +429,7 @@ def test_a_world_that_the_driver_broke_needs_no_report():
     assert said(r)[1:] == []
 
 
-def test_what_is_raised_in_a_world_without_a_commit_before_the_first_is_raised_at_the_beginning():
+def test_exception_before_any_commit_is_reported_at_the_beginning():
     r = training()
     r.raised("ValueError: x", "Traceback")
     assert said(r)[-1] == Raised(2, Commit(2, 0), "ValueError: x", "Traceback", beginning=True)
@@ -438,7 +438,7 @@ def test_what_is_raised_in_a_world_without_a_commit_before_the_first_is_raised_a
     assert said(r)[-1] == Raised(2, Commit(2, 0), "ValueError: x", "Traceback")
 
 
-def test_a_wish_to_leave_and_an_exception_are_reported_again():
+def test_leave_request_and_exception_are_reported_again_after_a_reconnect():
     r = training(2)
     assert r.ask_to_leave("SIGTERM") == [Send(Leaving("SIGTERM"))]
     assert said(r)[1:] == [Leaving("SIGTERM")]
@@ -463,7 +463,7 @@ def test_a_repeated_query_of_the_safepoint_number_gets_the_same_answer():
     assert r.verdict() is Verdict.STOP
 
 
-def test_a_change_that_is_over_does_not_begin_again():
+def test_completed_change_does_not_begin_again():
     r = training(2)
     r.receive(Prepare(2, 1))
     r.receive(Proceed(2, 1))
@@ -473,7 +473,7 @@ def test_a_change_that_is_over_does_not_begin_again():
     assert r.receive(Prepare(2, 1)) == []
 
 
-def test_late_messages_of_a_lost_connection_change_nothing():
+def test_late_messages_of_a_lost_connection_have_no_effect():
     r = training(3)
     for late in (world(2), world(3), Broken(2, "old"), StopAt(2, 1, 1), Proceed(2, 1), Finish(2)):
         assert r.receive(late) == []
@@ -481,7 +481,7 @@ def test_late_messages_of_a_lost_connection_change_nothing():
     assert (r.phase, r.generation, r.place, r.newcomer) == (Phase.TRAINING, 3, PLACE, False)
 
 
-def test_each_ready_has_a_number_that_distinguishes_it_from_older_ones():
+def test_each_ready_message_has_a_new_number():
     r = outside()
     first, second = (r.wait_for_world(STORE, "x")[0] for _ in range(2))
     assert isinstance(first, Send) and isinstance(second, Send)
@@ -491,7 +491,7 @@ def test_each_ready_has_a_number_that_distinguishes_it_from_older_ones():
 # ---- standing by -----------------------------------------------------------------------------------
 
 
-def test_a_newcomer_is_a_standby_until_there_is_a_world_for_it():
+def test_newcomer_is_a_standby_until_its_world_is_formed():
     r = Recovery()
     r.receive(Welcome(PLACE, newcomer=True, elastic=True))
     r.enter()
@@ -502,7 +502,7 @@ def test_a_newcomer_is_a_standby_until_there_is_a_world_for_it():
     assert (r.stands_by, r.phase) == (False, Phase.TRAINING)
 
 
-def test_a_late_standby_message_has_no_effect():
+def test_late_standby_message_is_ignored():
     r = training()
     r.receive(StandBy())
     assert not r.stands_by

@@ -3,7 +3,7 @@
 from elastic.runtime.recovery_phases import Phases
 
 
-def test_groups_of_the_world_before_are_no_part_of_this_one():
+def test_groups_of_the_previous_world_are_not_counted_in_the_recovery():
     phases = Phases()
     phases.mark("world", 1.0)
     phases.formed(4.0)  # before elastic.run, for a broadcast
@@ -17,7 +17,7 @@ def test_groups_of_the_world_before_are_no_part_of_this_one():
     assert report[0]["formed"] == 500.0
 
 
-def test_only_the_report_of_a_world_that_resumed_from_a_checkpoint_names_it():
+def test_only_the_report_of_a_world_resumed_from_a_checkpoint_has_its_flag():
     phases = Phases()
     found = []
     for generation, stored in ((2, False), (3, True), (4, False)):

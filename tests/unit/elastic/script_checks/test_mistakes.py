@@ -42,7 +42,7 @@ def kinds(**changes: object) -> list[Kind]:
     return [each.kind for each in found(replace(RIGHT, **changes))]  # type: ignore[arg-type]
 
 
-def test_a_right_script_makes_no_mistake():
+def test_correct_script_is_not_reported():
     assert found(RIGHT) == []
 
 
@@ -71,7 +71,7 @@ def test_a_right_script_makes_no_mistake():
         ({"loaders": (UsedLoader("DataLoader", False, True, "Mine", "rank=1"),)}, Kind.RANK_KEPT),
     ],
 )
-def test_each_mistake_is_found_alone(changes, kind):
+def test_each_mistake_is_reported_without_further_mistakes(changes, kind):
     assert kinds(**changes) == [kind]
 
 
@@ -89,11 +89,11 @@ def test_each_mistake_is_found_alone(changes, kind):
         {"optimizers": (), "collectives": 0},
     ],
 )
-def test_what_may_be_right_is_no_mistake(changes):
+def test_ambiguous_observations_are_no_mistakes(changes):
     assert kinds(**changes) == []
 
 
-def test_members_are_not_judged_where_the_script_saves_them_itself():
+def test_members_saved_by_the_script_are_not_reported():
     outside = {"optimizers": (replace(SGD, uncovered=4, in_state=False),)}
     assert kinds(**outside) == [Kind.MODEL_NOT_IN_STATE, Kind.OPTIMIZER_NOT_IN_STATE]
     assert kinds(**outside, keeps_members=False) == []
@@ -108,7 +108,7 @@ def test_a_plain_optimizer_is_reported_once(first, second):
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_every_kind_has_a_sentence_that_names_its_anchor(kind):
+def test_sentence_of_every_kind_contains_its_anchor(kind):
     facts = dict.fromkeys(
         [
             *("steps", "workers", "optimizer", "which", "example", "name", "loader", "sampler"),

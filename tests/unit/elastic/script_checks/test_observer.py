@@ -90,7 +90,7 @@ def reported(observer: ScriptObserver) -> set[Kind]:
     return observer._reported
 
 
-def test_a_whole_script_is_not_reported(job, capsys):
+def test_correct_script_is_not_reported(job, capsys):
     state = job.whole(step=0)
     watching = job.observes(state)
     job.train(state)
@@ -98,7 +98,7 @@ def test_a_whole_script_is_not_reported(job, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_nothing_is_observed_after_the_first_steps(job):
+def test_changes_after_the_first_steps_are_not_observed(job):
     state = job.whole(step=0)
     watching = job.observes(state)
     job.train(state)
@@ -107,7 +107,7 @@ def test_nothing_is_observed_after_the_first_steps(job):
     assert reported(watching) == set()
 
 
-def test_each_mistake_is_one_line_on_rank_0(job, capsys):
+def test_mistakes_are_printed_on_one_line_each_on_rank_0(job, capsys):
     state = ObjectState(step=0)
     watching = job.observes(state)
     job.train(state)
@@ -116,7 +116,7 @@ def test_each_mistake_is_one_line_on_rank_0(job, capsys):
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_members_beside_the_model_are_missed(job, held):
+def test_members_missing_in_the_state_are_reported(job, held):
     scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 5)
     child = torch.optim.lr_scheduler.ConstantLR(job.optimizer)
     chained = torch.optim.lr_scheduler.ChainedScheduler([child], job.optimizer)
@@ -146,7 +146,7 @@ class NativeScaler:
         self._scaler.load_state_dict(state)
 
 
-def test_a_member_within_a_wrapper_is_in_the_state(job):
+def test_member_within_a_wrapper_is_recognized_in_the_state(job):
     state = job.whole(step=0, scaler=NativeScaler())
     watching = job.observes(state)
     job.train(state)
@@ -169,7 +169,7 @@ class Resuming(torch_data.IterableDataset[torch.Tensor]):
         self.position = state["position"]
 
 
-def test_an_optimizer_that_steps_parts_trains_the_model_of_the_state(job):
+def test_zero_optimizer_is_recognized_as_training_the_model_of_the_state(job):
     job.optimizer = DistributedOptimizer(job.optimizer, job.model.named_parameters(), zero=1)
     state = job.whole(step=0)
     watching = job.observes(state)
@@ -177,7 +177,7 @@ def test_an_optimizer_that_steps_parts_trains_the_model_of_the_state(job):
     assert reported(watching) == set()
 
 
-def test_an_inner_optimizer_of_the_world_before_is_not_missed(job):
+def test_inner_optimizer_of_the_previous_world_is_not_reported(job):
     state = job.whole(step=0)
     watching = job.observes(state)
     job.optimizer.inner = torch.optim.SGD(job.model.parameters(), lr=0.0)
@@ -189,7 +189,7 @@ def test_an_inner_optimizer_of_the_world_before_is_not_missed(job):
     assert reported(watching) == set()
 
 
-def test_a_stream_with_its_own_state_has_a_position(job):
+def test_stream_with_its_own_state_has_a_position(job):
     stream = Resuming()
     state = job.whole(step=0, stream=stream)
     watching = job.observes(state)
@@ -198,7 +198,7 @@ def test_a_stream_with_its_own_state_has_a_position(job):
     assert reported(watching) == set()
 
 
-def test_a_scheduler_created_during_training_belongs_to_the_script(job):
+def test_scheduler_created_during_training_is_unchanged(job):
     state = job.whole(step=0)
     watching = job.observes(state)
     scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 5)
@@ -260,7 +260,7 @@ def loaders(job: Job) -> dict[str, object]:
         pytest.param("sampler in the state", set(), marks=pytest.mark.nightly),
     ],
 )
-def test_the_loader_of_the_steps_is_judged_and_no_other(job, following, case, kinds):
+def test_only_the_loader_of_the_training_steps_is_checked(job, following, case, kinds):
     loader = loaders(job)[case]
     member = getattr(loader, "sampler", loader) if case.startswith("sampler") else loader
     state = job.whole(step=0, **({"loader": member} if "in the state" in case else {}))
@@ -274,7 +274,7 @@ def test_the_loader_of_the_steps_is_judged_and_no_other(job, following, case, ki
     assert reported(watching) == kinds
 
 
-def test_a_script_that_counts_its_batches_finds_its_place_itself(job):
+def test_script_that_counts_its_batches_has_a_position(job):
     state = job.whole(epoch=0, batch=0)
     watching = job.observes(state)
     job.batches = iter(torch_data.DataLoader(job.samples, batch_size=2))
@@ -289,7 +289,7 @@ def per_epoch(state) -> None:
 def without(state) -> None: ...
 
 
-def test_a_missing_commit_is_reported_immediately_unless_it_may_follow(job, monkeypatch):
+def test_missing_commit_is_reported_immediately_unless_one_may_follow(job, monkeypatch):
     monkeypatch.setattr(script_source, "script_files", lambda modules: [])
     state = job.whole(step=0)
     for function, expected in ((per_epoch, set()), (without, {Kind.NO_COMMIT})):
@@ -298,7 +298,7 @@ def test_a_missing_commit_is_reported_immediately_unless_it_may_follow(job, monk
         assert reported(watching) == expected
 
 
-def test_after_a_loss_the_script_is_checked_again_and_no_kind_is_reported_twice(job, capsys):
+def test_script_is_checked_again_after_a_loss_and_each_kind_is_reported_once(job, capsys):
     sampler = data.ElasticSampler(job.samples)
     state = job.whole(step=0, sampler=sampler)
     scheduler = torch.optim.lr_scheduler.StepLR(job.optimizer, 5)
@@ -328,7 +328,7 @@ def test_strict_raises_in_the_step(job, monkeypatch):
         job.train(state)
 
 
-def test_nothing_is_kept_alive_after_the_check(job):
+def test_loader_is_not_kept_alive_after_the_check(job):
     state = job.whole(step=0)
     job.observes(state)
     loader = torch_data.DataLoader(job.samples, batch_size=2)
@@ -346,7 +346,7 @@ def test_nothing_is_kept_alive_after_the_check(job):
         *(pytest.param(c, marks=pytest.mark.nightly) for c in ("following", "ours in the state")),
     ],
 )
-def test_a_loss_after_the_check_is_judged_though_a_loader_was_seen(job, following, case):
+def test_recovery_after_the_check_reports_no_new_mistake(job, following, case):
     loader = loaders(job)[case]
     state = job.whole(step=0, **({"loader": loader} if "in the state" in case else {}))
     watching = job.observes(state)
@@ -372,13 +372,13 @@ def seen_after(job: Job, monkeypatch, collective) -> set[Kind]:
     return reported(watching)
 
 
-def test_a_loss_that_travels_alone_is_no_reduction_of_gradients(job, monkeypatch):
+def test_single_reduced_loss_does_not_count_as_reduced_gradients(job, monkeypatch):
     assert seen_after(job, monkeypatch, lambda: moved_tensors.took([torch.ones(())])) == {
         Kind.ONLY_LOSS_REDUCED
     }
 
 
-def test_gradients_may_travel_packed_in_any_way(job, monkeypatch):
+def test_packed_gradients_are_recognized(job, monkeypatch):
     gradients = torch.ones(3)
     assert seen_after(job, monkeypatch, lambda: moved_tensors.took([gradients])) == set()
 
@@ -396,7 +396,7 @@ def test_tensors_are_measured_only_while_a_script_is_checked(job):
     assert largest() is None
 
 
-def test_objects_are_searched_before_the_world_and_not_in_it(job):
+def test_objects_are_searched_before_the_world_is_entered(job):
     """Other ranks wait for a worker that has entered a world: the search takes longer than a step."""
     state = job.whole(step=0)
     watching = ScriptObserver(job.rt, state, job.train)
@@ -409,7 +409,7 @@ def test_objects_are_searched_before_the_world_and_not_in_it(job):
     assert scheduler.last_epoch == 0
 
 
-def test_mistake_when_it_is_found_then_the_driver_receives_its_kind(job, monkeypatch):
+def test_mistake_when_found_then_the_driver_receives_its_kind(job, monkeypatch):
     sent: list[MistakeFound] = []
     monkeypatch.setattr(job.rt.session, "send", sent.append)
     state = TorchState(model=job.model, step=0)

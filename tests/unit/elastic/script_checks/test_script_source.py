@@ -55,7 +55,7 @@ def in_loop(*lines: str) -> str:
         ("callbacks = [hvd.elastic.CommitStateCallback(state, 5)]", [SOME]),
     ],
 )
-def test_calls_of_commit_are_found_with_when_they_are_made(source, expected):
+def test_calls_of_commit_are_found_with_their_frequency(source, expected):
     assert sorted(calls_in(ast.parse(source)), key=str) == sorted(expected, key=str)
 
 
@@ -104,7 +104,7 @@ def test_a_local_counter_restarts():
     assert restarting(source) == "while epoch < 10"
 
 
-def test_a_commit_in_a_function_that_receives_the_state_counts():
+def test_commit_in_a_function_that_receives_the_state_is_found():
     epoch = "def one(state):\n    state.commit()\n\n\n"
     loop = function("for epoch in range(10):", "    one(state)")
     assert restarting(epoch + loop) == "for epoch in range(10)"
@@ -168,7 +168,7 @@ def test_a_loop_in_a_function_or_a_loop_that_the_state_does_not_control_restarts
         ["for x in [a, b]: state.commit()"],
     ],
 )
-def test_a_function_that_may_depend_on_the_state_is_right(lines):
+def test_function_that_may_depend_on_the_state_is_not_reported(lines):
     assert restarting(FIT + function(*lines)) == ""
 
 
@@ -192,7 +192,7 @@ def test_a_function_that_may_depend_on_the_state_is_right(lines):
         ["while True:", "    state.commit()"],
     ],
 )
-def test_a_loop_that_may_depend_on_the_state_is_right(lines):
+def test_loop_that_may_depend_on_the_state_is_not_reported(lines):
     assert restarting(function(*lines)) == ""
 
 
@@ -209,7 +209,7 @@ def written() -> list[tuple[str, str]]:
     return found
 
 
-def test_every_training_function_of_this_repository_counts_in_its_state():
+def test_restarting_loop_is_found_in_no_training_function_but_the_mistaken_one():
     judged, restarts = 0, []
     for name, text in written():
         try:
@@ -282,7 +282,7 @@ def test_a_loop_in_another_module_restarts(script, name):
 
 
 @pytest.mark.parametrize("name", ["by_argument", "right", "without"])
-def test_a_function_that_is_not_known_to_be_called_is_not_judged(script, name):
+def test_uncalled_function_is_not_checked(script, name):
     assert script_source.restarting_loop(getattr(script, name)) is None
 
 
@@ -301,7 +301,9 @@ def test_a_script_that_is_edited_after_its_start_is_not_judged_by_its_new_source
     assert script_source.restarting_loop(script.right) is None
 
 
-def test_modules_edited_after_the_start_may_commit(script, tmp_path, monkeypatch):
+def test_function_without_a_commit_is_reported_only_if_modules_are_unedited(
+    script, tmp_path, monkeypatch
+):
     monkeypatch.setattr(script_source, "script_files", lambda modules: [str(tmp_path / "loops.py")])
     written_at = (tmp_path / "loops.py").stat().st_mtime
     for began_at, expected in ((written_at + 0.1, [SOME]), (written_at - 1.0, [SOME])):

@@ -44,12 +44,12 @@ PIECE = 1 << 20
         (2, 2, 1, 2),
     ],
 )
-def test_a_world_has_as_many_replicas_as_memory_and_ranks_allow(size, least, replicas, shards):
+def test_mesh_has_as_many_replicas_as_memory_and_ranks_allow(size, least, replicas, shards):
     assert mesh_shape(size, least) == MeshShape(replicas, shards)
 
 
 @given(st.integers(1, 200), st.integers(1, 200))
-def test_all_ranks_are_used_and_no_shape_has_more_replicas(size: int, least: int):
+def test_mesh_uses_all_ranks_with_as_many_replicas_as_possible(size: int, least: int):
     if size < least:
         with pytest.raises(Invalid):
             mesh_shape(size, least)
@@ -85,7 +85,7 @@ meshes = st.tuples(st.integers(1, 4), st.integers(1, 4)).flatmap(
 
 
 @given(meshes, st.integers(0, 3))
-def test_replicas_count_as_copies_and_only_what_they_lack_is_copied(mesh, copies: int):
+def test_replicas_count_as_copies_and_only_missing_copies_are_placed(mesh, copies: int):
     shards, order, named = mesh
     size = len(order)
     placed = place_copies(order, named, copies, shards=shards)
@@ -100,7 +100,7 @@ def test_replicas_count_as_copies_and_only_what_they_lack_is_copied(mesh, copies
             assert not ranks, "replicas on enough hosts need no copy"
 
 
-def test_with_a_replica_on_another_host_nothing_is_sent():
+def test_shards_with_a_replica_on_another_host_need_no_copy():
     assert place_copies(range(4), ["a", "a", "b", "b"], 1, shards=2) == ((), ())
     assert all(place_copies(range(4), ["a", "b", "a", "b"], 1, shards=2))
 
@@ -120,7 +120,7 @@ def left(size: int, shards: int, lost: set[int], joined: int = 0) -> WholeCommit
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
-def test_a_commit_is_whole_as_long_as_one_replica_of_each_shard_is_left(replicas, shards, data):
+def test_commit_is_complete_while_one_replica_of_each_shard_remains(replicas, shards, data):
     size = replicas * shards
     lost = data.draw(st.sets(st.integers(0, size - 1)))
     whole = left(size, shards, lost)
@@ -131,7 +131,7 @@ def test_a_commit_is_whole_as_long_as_one_replica_of_each_shard_is_left(replicas
         assert sum(map(len, whole.holders)) == size - len(lost)
 
 
-def test_what_a_training_begins_with_comes_from_one_replica():
+def test_initial_state_is_copied_from_one_replica():
     whole = newest_whole(held_in(4, 2, CommitId(0, 0)))
     assert whole is not None
     assert whole.holders == ((0,), (1,))
@@ -196,7 +196,7 @@ def test_every_rank_gets_the_rows_of_its_shard_once(world, copies: int, data):
         (6, 3, {0}, 0, 5),
     ],
 )
-def test_no_other_order_of_the_ranks_moves_fewer_bytes(size, shards, lost, joined, now):
+def test_chosen_order_of_ranks_moves_the_fewest_bytes(size, shards, lost, joined, now):
     """``now``: shards."""
     whole = left(size, shards, lost, joined)
     assert whole is not None
@@ -210,7 +210,7 @@ def test_no_other_order_of_the_ranks_moves_fewer_bytes(size, shards, lost, joine
     assert moved(order_of_replicas(whole, TENSORS, hosts, now, 1)) == best
 
 
-def test_replicas_go_to_other_hosts_though_that_moves_more_bytes():
+def test_replicas_are_placed_on_different_hosts_despite_more_bytes_moved():
     """Three ranks of a shard each become two replicas of two shards."""
     whole = left(3, 3, set(), joined=1)
     assert whole is not None
@@ -220,7 +220,7 @@ def test_replicas_go_to_other_hosts_though_that_moves_more_bytes():
     assert place_copies(order, hosts, 1, shards=2) == ((), ())
 
 
-def test_a_replacement_takes_the_lost_shard_and_only_that_travels():
+def test_replacement_receives_the_lost_shard_and_no_other_rank_receives_rows():
     whole = left(4, 2, {1}, joined=1)
     assert whole is not None
     order = order_of_replicas(whole, TENSORS, ["a", "b", "c", "d"], 2, 1)
@@ -229,7 +229,7 @@ def test_a_replacement_takes_the_lost_shard_and_only_that_travels():
     assert owners(order, 2)[3] == 1
 
 
-def test_a_commit_that_was_never_sealed_is_not_taken_while_one_that_was_is_whole():
+def test_unsealed_commit_is_used_only_when_no_sealed_one_is_complete():
     """Replicas hold all of it before its copies are complete: another loss would leave nothing."""
     sealed, begun = CommitId(2, 5), CommitId(2, 6)
     of_both = [
@@ -245,7 +245,7 @@ def test_a_commit_that_was_never_sealed_is_not_taken_while_one_that_was_is_whole
     assert whole.commit == begun, "there is no other"
 
 
-def test_a_bank_says_whether_the_copies_in_it_are_complete():
+def test_buffer_reports_whether_its_copies_are_complete():
     record = BufferRecord(CommitId(2, 5), 2, 1, (0,), ())
     for state, held in (
         (BufferState.WRITING, []),

@@ -44,7 +44,7 @@ def test_shards_have_every_row_once_in_the_order_of_torch_chunk(rows: int, shard
 
 
 @given(lengths, sizes, sizes, st.data())
-def test_the_shards_with_a_row_are_those_that_overlap(rows: int, old: int, new: int, data):
+def test_shards_with_a_row_are_the_overlapping_ones(rows: int, old: int, new: int, data):
     wanted = rows_of(rows, data.draw(st.integers(0, new - 1)), new)
     found = [shard for shard in range(old) if len(overlap(rows_of(rows, shard, old), wanted))]
     assert found == list(shards_with(wanted, rows, old))
@@ -62,7 +62,7 @@ def test_the_bytes_of_tensors_begin_aligned_and_do_not_overlap(drawn, shards: in
 
 
 @given(lengths, st.integers(1, 9), st.integers(1, 50))
-def test_pieces_of_rows_are_the_rows(rows: int, row_bytes: int, limit: int):
+def test_pieces_cover_all_rows_within_the_limit(rows: int, row_bytes: int, limit: int):
     whole = rows_of(rows, 0, 1)
     found = list(pieces(whole, row_bytes, limit))
     assert [row for each in found for row in range(*each)] == list(range(rows))
@@ -75,7 +75,7 @@ hosts = st.lists(st.sampled_from("abcd"), min_size=1, max_size=9)
 
 
 @given(hosts, st.integers(0, 3))
-def test_copies_are_on_other_ranks_and_on_other_hosts_where_there_are_any(named, copies: int):
+def test_copies_are_on_different_ranks_and_on_different_hosts_where_possible(named, copies: int):
     size = len(named)
     placed = place_copies(range(size), named, copies)
     for owner, ranks in enumerate(placed):
@@ -93,7 +93,7 @@ def test_hosts_of_one_size_keep_the_same_number_of_copies_on_each_rank(many, eac
 
 
 @given(st.integers(2, 7), st.integers(1, 2), st.permutations(range(7)))
-def test_as_many_ranks_as_there_are_copies_can_be_lost_adjacent_or_not(size, copies, drawn):
+def test_any_ranks_up_to_the_number_of_copies_can_be_lost(size, copies, drawn):
     order = [rank for rank in drawn if rank < size]
     placed = place_copies(order, ["one"] * size, copies)
     for lost in itertools.combinations(range(size), min(copies, size - 1)):
@@ -102,7 +102,7 @@ def test_as_many_ranks_as_there_are_copies_can_be_lost_adjacent_or_not(size, cop
 
 
 @given(hosts, st.integers(0, 3))
-def test_copies_of_memory_that_outlives_its_rank_only_go_to_other_hosts(named, copies: int):
+def test_copies_of_memory_that_outlives_its_rank_are_placed_only_on_other_hosts(named, copies: int):
     """Each host is one machine, whose ranks map each other's memory."""
     reached = [{n for n, each in enumerate(named) if each == host} for host in named]
     outlives = lasting(named, reached)
@@ -114,7 +114,7 @@ def test_copies_of_memory_that_outlives_its_rank_only_go_to_other_hosts(named, c
             assert len({named[rank] for rank in (owner, *ranks)}) == len(ranks) + 1
 
 
-def test_memory_that_one_rank_of_the_machine_cannot_map_does_not_count():
+def test_memory_that_a_rank_of_the_machine_cannot_map_does_not_outlive_its_rank():
     assert lasting(["m", "m", "m"], [{1, 2}, {0}, {0, 1}]) == [True, True, False]
     assert lasting([None, "m"], [set(), set()]) == [False, False]
 
@@ -135,7 +135,7 @@ def held_in(size: int, copies: int, commit: CommitId) -> list[Inventory]:
 
 
 @given(st.integers(2, 6), st.integers(0, 2), st.data())
-def test_the_newest_commit_that_is_whole_wins(size: int, copies: int, data):
+def test_newest_complete_commit_is_chosen(size: int, copies: int, data):
     old, new = CommitId(3, 8), CommitId(4, 0)
     of_old, of_new = held_in(size, copies, old), held_in(size, copies, new)
     # Each rank was lost, or was cut before the newer commit was whole in it.
@@ -176,7 +176,7 @@ worlds = st.integers(1, 6).flatmap(
 
 
 @given(worlds, tensors, st.integers(1, 60), st.data())
-def test_every_row_of_every_new_shard_comes_once_from_a_rank_that_has_it(
+def test_every_row_of_every_new_shard_arrives_once_from_a_rank_that_has_the_row(
     world, drawn, limit: int, data
 ):
     size, copies, lost, joined = world
@@ -205,7 +205,7 @@ def test_every_row_of_every_new_shard_comes_once_from_a_rank_that_has_it(
 
 
 @given(st.integers(2, 6), st.integers(1, 2), st.data(), tensors)
-def test_a_replacement_takes_the_lost_shard_and_only_that_travels(size, copies, data, drawn):
+def test_replacement_receives_the_lost_shard_and_no_other_bytes_are_sent(size, copies, data, drawn):
     lost = data.draw(st.integers(0, size - 1))
     whole = survivors(size, copies, {lost}, 1)
     assert whole is not None

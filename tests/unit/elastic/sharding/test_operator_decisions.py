@@ -131,7 +131,7 @@ def fields(decision: Any) -> tuple[Any, ...]:
         for name, run in RUNS.items()
     ],
 )
-def test_decision_for_any_mesh_equals_the_one_of_torch(run):
+def test_decision_for_any_mesh_equals_the_decision_of_torch(run):
     reused = Counted()
     total = 0
     for mesh in map(mesh_of, MESHES):

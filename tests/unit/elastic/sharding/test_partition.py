@@ -54,7 +54,7 @@ def test_no_shard_has_more_bytes_than_the_largest(partition, shards: int):
 
 
 @given(partitions, sizes, sizes, st.data())
-def test_a_new_owner_gets_all_rows_of_its_parameters_from_a_rank_that_has_them(
+def test_new_owner_gets_all_rows_of_its_parameters_from_ranks_that_have_the_rows(
     partition, old: int, new: int, data: Any
 ):
     tensors = entries(partition)
@@ -81,7 +81,7 @@ def test_a_new_owner_gets_all_rows_of_its_parameters_from_a_rank_that_has_them(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's own import
 @pytest.mark.parametrize("shards", [1, 2, 3, 5])
-def test_owners_are_those_of_torch(shards: int):
+def test_owners_match_the_owners_of_torch(shards: int):
     torch = pytest.importorskip("torch")
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

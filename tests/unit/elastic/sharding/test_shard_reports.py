@@ -13,7 +13,7 @@ TENSORS = (ShardedTensor("weight", 12, 8), ShardedTensor("bias", 3, 4))
 PIECE = 16
 
 
-def test_report_of_what_is_held_has_a_line_for_each_bank():
+def test_report_of_held_shards_has_one_entry_per_commit():
     cycle = DoubleBuffer()
     assert cycle.newest_sealed is None
     cycle.begin(BufferRecord(CommitId(2, 4), 3, 1, (0,), ()))
@@ -57,7 +57,7 @@ def test_initial_state_is_not_reported_as_sealed():
     assert cycle.newest_sealed is None
 
 
-def test_rows_are_counted_by_where_they_came_from():
+def test_rows_are_counted_by_their_source():
     """Three ranks; shard 1 is lost: rank 0 has mapped it, and shard 2 is on another host."""
     hosts = ("a", "a", "b")
     whole = WholeCommit(CommitId(2, 4), 3, ((0,), (0,), (2,)), (0, None, 2))
@@ -77,7 +77,7 @@ def test_rows_are_counted_by_where_they_came_from():
     assert {(each.lost, each.restored) for each in parts} == {((1,), Commit(2, 4))}
 
 
-def test_rows_from_another_host_are_counted_as_such():
+def test_rows_from_another_host_are_counted_as_network_bytes():
     hosts = ("a", "b")
     whole = WholeCommit(CommitId(2, 4), 2, ((0,), (0,)), (0, None))
     layout = ShardLayout(TENSORS, 2)

@@ -265,12 +265,12 @@ class Simulation:
 
 
 @given(st.integers(0, 10**9))
-def test_no_sealed_commit_is_lost_while_no_more_ranks_are_lost_than_there_are_copies(seed: int):
+def test_no_sealed_commit_is_lost_while_lost_ranks_do_not_exceed_the_copies(seed: int):
     Simulation(seed, Decisions()).run()
 
 
 @pytest.mark.nightly
-def test_a_thousand_worlds():
+def test_thousand_simulated_worlds_keep_the_invariants():
     for seed in range(1000):
         Simulation(seed, Decisions()).run()
 

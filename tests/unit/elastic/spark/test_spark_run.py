@@ -37,7 +37,7 @@ def cluster(slots: list[int], *, local: bool = True) -> Any:
         ((None, 2, None), (6, 2, 6)),
     ],
 )
-def test_sizes_are_those_given_or_of_spark(given, found):
+def test_sizes_are_the_given_ones_or_derived_from_spark(given, found):
     assert spark_run.sizes(given[0], given[1], given[2], 6) == found
 
 
@@ -52,7 +52,7 @@ def test_too_few_slots_of_a_local_master_are_refused_at_once():
         spark_run.await_slots(cluster([2]), 3, 600.0)
 
 
-def test_executors_may_join_first(monkeypatch):
+def test_slots_of_joined_executors_are_awaited(monkeypatch):
     monkeypatch.setattr(spark_run, "LOOK_S", 0.0)
     spark_run.await_slots(cluster([0, 1, 3], local=False), 3, 600.0)
 
@@ -64,19 +64,19 @@ def test_too_few_executors_are_refused_when_no_more_join(monkeypatch):
         spark_run.await_slots(cluster([0, 1, 1, 1], local=False), 3, 600.0)
 
 
-def test_no_spark_is_named(monkeypatch):
+def test_missing_pyspark_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyspark", None)
     with raises(Invalid):
         elastic.spark.run(print, num_proc=1)
 
 
-def test_no_session_is_named(monkeypatch):
+def test_missing_spark_session_is_reported(monkeypatch):
     monkeypatch.setattr(pyspark.SparkContext, "_active_spark_context", None)
     with raises(Invalid):
         elastic.spark.run(print, num_proc=1)
 
 
-def test_no_java_is_named(monkeypatch):
+def test_missing_java_is_reported(monkeypatch):
     monkeypatch.setattr(pyspark.SparkContext, "_active_spark_context", None)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.delenv("JAVA_HOME", raising=False)
@@ -109,7 +109,7 @@ def test_function_that_cannot_be_pickled_is_refused():
         elastic.spark.run(print, (sys._getframe(),), num_proc=1)
 
 
-def test_output_goes_to_streams_of_text_or_bytes(capsys):
+def test_output_is_written_to_text_or_byte_streams(capsys):
     text, both = io.StringIO(), io.TextIOWrapper(io.BytesIO())
     found = spark_run.streams(text, both)
     assert found is not None
@@ -121,7 +121,7 @@ def test_output_goes_to_streams_of_text_or_bytes(capsys):
 
 
 @pytest.mark.parametrize("given", [("out.txt", None), (None, 3), (io.StringIO(), b"err")])
-def test_objects_that_are_no_streams_are_refused_before_anything_starts(given):
+def test_objects_that_are_no_streams_are_refused(given):
     with raises(Invalid):
         elastic.spark.run(print, stdout=given[0], stderr=given[1])
 

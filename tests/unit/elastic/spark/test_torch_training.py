@@ -109,7 +109,7 @@ def test_steps_of_an_epoch_may_be_limited(data):
     assert counted == [8, 8] * 2
 
 
-def test_rows_of_weight_zero_do_not_count(data):
+def test_rows_of_weight_zero_are_ignored(data):
     saved: list[bytes] = []
     job = training(
         data,
@@ -136,7 +136,7 @@ def test_loss_without_reduction_cannot_be_weighted(data):
         job()
 
 
-def test_own_step_gets_what_horovods_gets(data):
+def test_custom_step_gets_horovods_arguments(data):
     def step(model, optimizer, transform, loss_fn, inputs, labels, weights):
         optimizer.zero_grad()
         outputs, labels = transform(model(*inputs), labels)

@@ -54,7 +54,7 @@ def step() -> None:
 
 
 @pytest.mark.parametrize("exposed", [True, False])
-def test_tensors_may_be_overwritten_at_once_if_the_gpu_has_room_or_waits(tensors, exposed, request):
+def test_tensors_may_be_overwritten_during_a_copy(tensors, exposed, request):
     if not exposed:
         request.getfixturevalue("no_room")
     before = [each.cpu() for each in tensors]
@@ -79,7 +79,7 @@ def test_step_of_an_optimizer_waits_on_the_stream_and_the_host_does_not(tensors,
 
 
 @pytest.mark.parametrize("data", [True, False])
-def test_write_before_the_step_is_found_whatever_its_version(tensors, no_room, data):
+def test_write_before_the_step_is_found_for_any_version_counter(tensors, no_room, data):
     copy, _ = begin(tensors, busy=True)
     written = tensors[2].data if data else tensors[2]
     written[1, 1] += 1

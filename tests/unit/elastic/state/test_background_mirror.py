@@ -143,7 +143,7 @@ def test_commit_returns_before_its_copy_has_arrived(two: TwoHosts):
     assert two.sealed() is None and two.barriers == 0
 
 
-def test_next_commit_waits_for_the_copy_and_seals_before_it_writes(two: TwoHosts):
+def test_next_commit_waits_for_the_copy_and_seals_before_writing(two: TwoHosts):
     two.commit(1.0)
     two.commit(2.0)
     assert two.arriving[0].wait.called and two.barriers == 1
@@ -158,7 +158,7 @@ def test_commit_that_is_finished_is_sealed_once(two: TwoHosts):
     assert two.sealed() == 1.0 and two.barriers == 1
 
 
-def test_next_commit_leaves_the_sealed_bank_alone_when_the_copy_fails(two: TwoHosts):
+def test_failed_copy_leaves_the_sealed_buffer_unchanged(two: TwoHosts):
     two.commit(1.0)
     two.commit(2.0)
     two.arriving[1].wait.side_effect = CollectiveFailed("a peer is lost")
@@ -169,7 +169,7 @@ def test_next_commit_leaves_the_sealed_bank_alone_when_the_copy_fails(two: TwoHo
 
 
 @pytest.mark.parametrize("arrived", [False, True])
-def test_world_that_breaks_counts_a_copy_only_if_it_has_arrived(two: TwoHosts, arrived: bool):
+def test_broken_world_counts_a_copy_only_when_arrived(two: TwoHosts, arrived: bool):
     two.commit(1.0)
     two.commit(2.0)
     two.arriving[1].done.return_value = arrived
@@ -199,7 +199,7 @@ def test_commit_that_ranks_disagree_on_is_not_sealed_later(
     assert two.sealed() == 1.0
 
 
-def test_entries_of_an_optimizer_are_received_on_the_device_of_its_parameters(two: TwoHosts):
+def test_optimizer_entries_are_received_on_the_device_of_their_parameters(two: TwoHosts):
     parts = [Part(), OptimizerPart()]
     met = WorldInventory([(), ()], ("a", "b"), {}, [False, False], [None, None])
     found = ShardedCommits(lambda: parts, copies=1).divide(
@@ -248,7 +248,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[CopyInFlight]:
     return coming
 
 
-def test_copy_from_a_gpu_is_sent_and_sealed_once_it_is_complete(two: TwoHosts, copies):
+def test_copy_from_a_gpu_is_sent_and_sealed_once_complete(two: TwoHosts, copies):
     copies.append(CopyInFlight(valid=True))
     two.commit(1.0)
     assert not two.arriving and two.sealed() is None
@@ -256,7 +256,7 @@ def test_copy_from_a_gpu_is_sent_and_sealed_once_it_is_complete(two: TwoHosts, c
     assert two.arriving[0].wait.called and two.sealed() == 1.0
 
 
-def test_copy_that_the_script_has_written_to_is_dropped_and_later_ones_are_not_exposed(
+def test_copy_written_to_by_the_script_is_dropped_and_later_ones_are_not_exposed(
     two: TwoHosts, copies, capsys
 ):
     two.commit(1.0)
@@ -272,9 +272,7 @@ def test_copy_that_the_script_has_written_to_is_dropped_and_later_ones_are_not_e
 
 
 @pytest.mark.parametrize("valid", [True, False])
-def test_world_that_breaks_counts_a_copy_from_a_gpu_only_if_it_is_valid(
-    two: TwoHosts, copies, valid: bool
-):
+def test_broken_world_counts_a_copy_from_a_gpu_only_when_valid(two: TwoHosts, copies, valid: bool):
     two.commit(1.0)
     copies.append(CopyInFlight(valid))
     two.commit(2.0)
@@ -283,7 +281,7 @@ def test_world_that_breaks_counts_a_copy_from_a_gpu_only_if_it_is_valid(
     assert two.sealed() == 1.0
 
 
-def test_copy_from_a_gpu_is_complete_before_a_checkpoint_is_written_from_it(two: TwoHosts, copies):
+def test_copy_from_a_gpu_is_ordered_before_a_checkpoint_reads_its_buffer(two: TwoHosts, copies):
     copy = CopyInFlight(valid=True)
     copies.append(copy)
     two.commit(1.0)

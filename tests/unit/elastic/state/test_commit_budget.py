@@ -48,7 +48,7 @@ def test_copies_follow_the_measured_costs_of_the_slowest_rank():
     assert budget.every == 50
 
 
-def test_copies_take_no_more_than_their_share_of_a_long_training():
+def test_copies_use_no_more_than_the_budget_of_a_long_training():
     for copy_s, step_s in ((0.003, 0.1), (0.02, 0.15), (0.4, 0.05), (1.0, 1.0)):
         budget = CommitBudget(0.02)
         made = calls(budget, copy_s, step_s, 5000)

@@ -25,7 +25,7 @@ def alone() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-def test_a_state_commits_and_restores_its_module():
+def test_ddp_module_is_committed_and_restored():
     model = DistributedDataParallel(torch.nn.Linear(2, 1))
     state = TorchState(model=model)
     assert [line.split()[0] for line in state.layout().splitlines()] == [
@@ -39,7 +39,7 @@ def test_a_state_commits_and_restores_its_module():
     assert torch.equal(model.module.weight, before)
 
 
-def test_it_trains_where_its_module_does():
+def test_restore_sets_the_training_mode_of_the_wrapper_on_its_modules():
     model = DistributedDataParallel(torch.nn.Linear(2, 1))
     state = TorchState(model=model)
     model.eval()
@@ -47,13 +47,13 @@ def test_it_trains_where_its_module_does():
     assert all(each.training for each in model.modules())
 
 
-def test_it_is_refused_beside_shards():
+def test_ddp_model_is_refused_with_shards():
     model = DistributedDataParallel(torch.nn.Linear(2, 1))
     with raises(Invalid):
         TorchState(model=model, shards=Shards(2))
 
 
-def test_another_reducer_takes_the_place_of_the_first_in_the_middle_of_a_pass():
+def test_reducer_can_be_replaced_during_a_pass():
     model: Any = DistributedDataParallel(torch.nn.Linear(2, 1), static_graph=True)
     called = []
 
@@ -76,7 +76,7 @@ def test_another_reducer_takes_the_place_of_the_first_in_the_middle_of_a_pass():
     assert called == [0, 0], "the hook is called, and by one reducer"
 
 
-def test_one_within_another_model_gets_another_reducer_too():
+def test_nested_ddp_model_gets_a_new_reducer_on_reset():
     inner = DistributedDataParallel(torch.nn.Linear(2, 1))
     first = inner.reducer
     state = TorchState(model=torch.nn.Sequential(inner))
@@ -85,7 +85,7 @@ def test_one_within_another_model_gets_another_reducer_too():
 
 
 @pytest.mark.slow  # the import
-def test_fabrics_model_is_the_one_that_it_was_given():
+def test_fabric_model_is_handled_as_its_wrapped_network():
     pytest.importorskip("lightning", reason="pip install hvd-elastic[lightning]")
     from lightning.fabric.strategies import DDPStrategy
     from lightning.fabric.wrappers import _FabricModule
@@ -102,7 +102,7 @@ def test_fabrics_model_is_the_one_that_it_was_given():
     assert inner.reducer is not first
 
 
-def test_a_hook_of_c_plus_plus_has_a_twin_afterwards():
+def test_builtin_comm_hook_is_kept_by_rebuilding_the_reducer():
     model: Any = DistributedDataParallel(torch.nn.Linear(2, 1))
     model._register_builtin_comm_hook(distributed.BuiltinCommHookType.FP16_COMPRESS)
     rebuild_reducer(model)
@@ -150,9 +150,7 @@ def test_a_parameter_that_is_trained_since_ddp_was_built_is_named_by_the_next_co
 
 
 @pytest.mark.parametrize(("change", "name"), LATE)
-def test_one_that_was_trained_before_the_state_was_made_or_the_world_changed_is_named_too(
-    change, name
-):
+def test_parameter_trained_after_ddp_was_built_is_refused_at_creation_and_reset(change, name):
     model = DistributedDataParallel(two_layers())
     state = TorchState(model=model)
     change(model.module)
@@ -166,7 +164,7 @@ def test_one_that_was_trained_before_the_state_was_made_or_the_world_changed_is_
         TorchState(model=model)
 
 
-def test_what_another_ddp_is_built_with_is_reduced():
+def test_rebuilt_ddp_model_reduces_its_new_parameters():
     net = two_layers()
     state = TorchState(model=DistributedDataParallel(net))
     register(net)
@@ -175,7 +173,7 @@ def test_what_another_ddp_is_built_with_is_reduced():
     state.save()
 
 
-def test_parameters_and_buffers_may_go_freeze_and_thaw():
+def test_parameters_and_buffers_may_be_removed_frozen_and_thawed():
     model: Any = DistributedDataParallel(two_layers(), find_unused_parameters=True)
     state = TorchState(model=model)
     net = model.module

@@ -84,7 +84,7 @@ class OwnRestore(TorchState):
 
 
 @pytest.mark.parametrize("kind", [OwnSave, OwnRestore])
-def test_save_or_restore_of_a_subclass_is_refused_where_the_model_is_sharded(four, kind):
+def test_subclass_that_overrides_save_or_restore_is_refused_for_a_sharded_model(four, kind):
     model = network()
     with pytest.raises(Invalid):
         kind(model=model, optimizer=torch.optim.SGD(model.parameters()), step=0)
@@ -106,7 +106,7 @@ def test_an_optimizer_made_before_fully_shard_is_refused(four, when):
     assert refused.value.kind is Fixed.PARAMETERS
 
 
-def test_a_second_optimizer_of_a_plain_model_in_the_state_is_no_stale_one(four):
+def test_second_optimizer_of_a_plain_model_is_accepted_beside_a_sharded_model(four):
     model, head = network(), nn.Linear(1, 1)
     one, two = (torch.optim.SGD(each.parameters()) for each in (model, head))
     TorchState(model=model, head=head, one=one, two=two)
@@ -162,14 +162,14 @@ def test_parameters_changed_after_the_state_was_made_are_refused_by_the_next_com
     assert refused.value.kind is Fixed.PARAMETERS
 
 
-def test_parameters_that_a_forward_pass_has_gathered_are_no_changed_ones(four):
+def test_unsharded_parameters_of_a_forward_pass_are_accepted_at_a_commit(four):
     model = network()
     state = TorchState(model=model)
     model.unshard()
     state.commit()
 
 
-def test_another_optimizer_than_the_states_is_refused_before_its_first_update(four):
+def test_optimizer_outside_of_the_state_is_refused_before_its_first_update(four):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sharding_guard.begin(TorchState(model=model, optimizer=optimizer).handled())
@@ -179,7 +179,7 @@ def test_another_optimizer_than_the_states_is_refused_before_its_first_update(fo
     assert refused.value.kind is Fixed.OPTIMIZER
 
 
-def test_a_dtensor_within_a_value_of_a_state_is_refused_when_it_is_made_and_at_a_commit(four):
+def test_dtensor_within_a_value_is_refused_at_creation_and_at_a_commit(four):
     model = network()
     optimizer = torch.optim.SGD(model.parameters())
     rows: Any = model[0].weight.detach()
@@ -212,7 +212,7 @@ def test_parameters_offloaded_by_torch_stay_in_host_memory_over_another_mesh(fou
     assert all(each._local_tensor.device.type == "cpu" for each in model.parameters())
 
 
-def test_a_sharded_value_cannot_be_assigned_to_a_state_that_commits_no_shards_of_it(four):
+def test_sharded_value_cannot_replace_an_attribute_of_a_state(four):
     state = TorchState(model=nn.Linear(5, 7), step=0)
     with pytest.raises(NotElastic):
         state.model = network()
@@ -226,7 +226,7 @@ def test_a_sharded_value_cannot_be_assigned_to_a_state_that_commits_no_shards_of
     assert state.is_sharded()
 
 
-def test_results_of_operators_have_the_mesh_of_the_present_world_and_no_equal_one(four):
+def test_results_of_operators_have_the_mesh_of_the_present_world(four):
     model = network()
     model[0].weight.detach()
     mesh = distributed.device_mesh.init_device_mesh("cpu", (4,))
@@ -236,7 +236,7 @@ def test_results_of_operators_have_the_mesh_of_the_present_world_and_no_equal_on
 
 
 @pytest.mark.parametrize("commits", [1, 2, 3])
-def test_without_other_workers_a_restore_sets_exactly_the_committed_bits(four, commits: int):
+def test_restore_sets_exactly_the_committed_bits_in_a_single_worker_world(four, commits: int):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     state = TorchState(model=model, optimizer=optimizer, step=0)
@@ -265,7 +265,7 @@ def test_without_other_workers_a_restore_sets_exactly_the_committed_bits(four, c
     assert all(each.grad is None for each in model.parameters())
 
 
-def test_a_sharded_state_has_another_layout_than_a_plain_one(four):
+def test_layout_of_a_sharded_state_differs_from_a_plain_one(four):
     model = network()
     plain = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1))
     found = TorchState(model=model).layout().splitlines()
@@ -279,7 +279,7 @@ def held_bits(held: Any) -> list[torch.Tensor]:
     ]
 
 
-def test_a_held_commit_stays_as_it_is_while_later_ones_are_made(four):
+def test_held_commit_is_unchanged_by_later_commits(four):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     state = TorchState(model=model, optimizer=optimizer, step=0)
@@ -318,7 +318,7 @@ def sharded_banks(state: TorchState) -> tuple[ShardBuffers, ...]:
     return sharded._banks
 
 
-def test_another_mesh_leaves_parameters_the_same_objects_with_the_rows_of_their_shard(four):
+def test_remeshing_keeps_parameter_objects_and_sets_the_rows_of_their_shard(four):
     model = network()
     before = {name: id(each) for name, each in model.named_parameters()}
     mesh = distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
@@ -346,7 +346,7 @@ def test_remeshing_a_model_propagates_no_sharding(four):
         assert propagate.called
 
 
-def test_a_mesh_that_a_broken_world_has_left_is_not_that_of_all_ranks(four):
+def test_mesh_of_another_size_generation_or_order_is_not_over_all_ranks(four):
     model = network()
     assert fsdp2.is_over_all(model, 4, 1)
     assert not fsdp2.is_over_all(model, 4, 2)
@@ -356,7 +356,7 @@ def test_a_mesh_that_a_broken_world_has_left_is_not_that_of_all_ranks(four):
     assert not fsdp2.is_over_all(model, 4, 1), "in another order"
 
 
-def test_what_cannot_be_committed_by_shards_is_refused(four):
+def test_unsupported_options_and_entries_of_a_sharded_state_are_refused(four):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     for more in ({"shards": Shards(4)}, {"copies": -1}, {"copies": "two"}):
@@ -381,7 +381,7 @@ def test_rows_within_a_list_of_an_optimizer_when_committed_then_refused(four):
         state.commit()
 
 
-def test_copies_is_a_value_of_the_script_where_nothing_is_sharded():
+def test_copies_is_an_ordinary_value_of_a_plain_state():
     state = TorchState(model=nn.Linear(2, 2), copies=5)
     assert state.copies == 5
     assert not state.is_sharded()
@@ -398,7 +398,7 @@ def shards(rows: int) -> dict[str, LiveShard]:
     }
 
 
-def test_a_bank_gives_back_the_rows_that_it_was_given():
+def test_buffer_returns_the_copied_rows():
     bank, live = ShardBuffers(), shards(2)
     bank.arrange(live, 4, (2, 0))
     bank.copy(live, CommitId(3, 1))
@@ -409,7 +409,7 @@ def test_a_bank_gives_back_the_rows_that_it_was_given():
     assert len(bank.buffer(0)) == bank.layout.nbytes(0)
 
 
-def test_a_header_says_which_commit_is_whole_until_another_one_begins():
+def test_header_names_the_complete_commit_until_the_next_begins():
     bank, live = ShardBuffers(), shards(2)
     bank.arrange(live, 4, (2,))
     offset, size = bank.where()
@@ -425,7 +425,7 @@ def test_a_header_says_which_commit_is_whole_until_another_one_begins():
     assert bank.where() == (offset, size), "the memory is used again"
 
 
-def test_memory_of_a_bank_stays_when_its_state_is_dropped():
+def test_memory_of_a_bank_is_kept_when_its_state_is_dropped():
     """Others of the host read it after this process has left."""
     bank, live = ShardBuffers(), shards(2)
     bank.arrange(live, 4, (2,))
@@ -457,7 +457,7 @@ def test_memory_of_a_bank_grows_in_place_when_a_shard_grows():
     assert torch.equal(bank.own_rows()["m/weight"][1], live["m/weight"].local)
 
 
-def test_memory_of_a_checkpoint_stays_unchanged_when_the_shard_of_its_bank_grows():
+def test_memory_held_for_a_checkpoint_is_unchanged_when_the_shard_grows():
     bank, live = ShardBuffers(), wide(3)
     bank.arrange(live, 4, (2,))
     bank.copy(live, CommitId(3, 1))
@@ -526,7 +526,9 @@ def test_a_mesh_of_replicas_leaves_parameters_the_same_objects(four, order, shar
     assert info.replicate_process_group.size() == 4 // shards
 
 
-def test_the_fewest_shards_are_those_of_the_mesh_unless_they_are_given(four, monkeypatch):
+def test_least_shards_defaults_to_the_mesh_and_must_not_exceed_the_minimum_of_workers(
+    four, monkeypatch
+):
     models = {"model": hybrid()}
     assert unsupported_sharding.least_shards(models, None) == 2
     assert unsupported_sharding.least_shards(models, 1) == 1
@@ -573,18 +575,18 @@ def test_a_state_with_replicas_restores_exactly_the_committed_bits(four):
     assert equal(bits(model, optimizer), kept)
 
 
-def test_least_shards_is_a_value_of_the_script_where_nothing_is_sharded():
+def test_least_shards_is_an_ordinary_value_of_a_plain_state():
     state = TorchState(model=nn.Linear(2, 2), least_shards=5)
     assert state.least_shards == 5
 
 
-def test_groups_of_a_mesh_of_replicas_are_known(four):
+def test_groups_of_a_hybrid_mesh_are_followed(four):
     sharding_guard.begin(TorchState(model=hybrid()).handled())
     found = unsupported_sharding.followed_groups()
     assert all(found.count(line) for line in [(0, 1), (2, 3), (0, 2), (1, 3)])
 
 
-def test_a_digest_tells_shards_with_other_values():
+def test_digest_differs_for_shards_with_different_values():
     found = set()
     for more in (0, 0, 1):
         bank, live = ShardBuffers(), shards(2)
@@ -613,7 +615,7 @@ def committed_adamw() -> tuple[TorchState, torch.optim.AdamW]:
     return state, optimizer
 
 
-def test_commit_has_entries_that_replaced_others(four):
+def test_commit_contains_replaced_optimizer_entries(four):
     state, optimizer = committed_adamw()
     for entries in optimizer.state.values():
         entries["exp_avg"] = torch.full_like(entries["exp_avg"], 5.0)
@@ -623,7 +625,7 @@ def test_commit_has_entries_that_replaced_others(four):
     assert averages and all((rows == 5.0).all() for rows in averages)
 
 
-def test_entry_of_another_shape_is_refused_by_the_next_commit(four):
+def test_entry_with_a_changed_shape_is_refused_by_the_next_commit(four):
     state, optimizer = committed_adamw()
     next(iter(optimizer.state.values()))["exp_avg"] = torch.ones(17)
     with pytest.raises(Invalid):

@@ -52,7 +52,7 @@ def train(training: Training, steps: int, generation: int = 2) -> dict[int, tupl
     return found
 
 
-def test_state_when_it_goes_back_then_each_value_and_each_later_step_has_the_same_bits():
+def test_state_restored_to_an_older_commit_has_the_same_bits_in_all_later_steps():
     torch.manual_seed(4)
     random.seed(4)
     training = Training()
@@ -82,7 +82,7 @@ def test_state_when_another_rank_restores_then_only_newer_copies_are_dropped():
 @pytest.mark.parametrize(
     "options", [{"verify": 0.0}, {"verify_window": 0}, {"verify": 1.0, "verify_window": None}]
 )
-def test_state_when_nothing_can_be_wrong_unseen_then_no_copies_are_kept(options):
+def test_state_without_verification_keeps_no_older_commits(options):
     training = Training(**options)
     train(training, 5)
     assert not training.state.kept_commits()

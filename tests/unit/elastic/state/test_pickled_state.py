@@ -19,7 +19,7 @@ class Trainer:
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps, copy.deepcopy])
-def test_an_object_with_a_state_in_it_cannot_be_pickled(dumps):
+def test_object_that_contains_a_state_cannot_be_pickled(dumps):
     with pytest.raises(TypeError) as raised:
         dumps(Trainer())
     assert raised.type is NotPicklable

@@ -52,7 +52,7 @@ def faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def test_tensors_have_storages_of_their_own_size_and_order_of_strides():
+def test_preallocated_tensors_have_their_own_storage_and_strides():
     ahead = PreallocatedMemory(4 * LEAST_BYTES)
     images = torch.randn(64, 64, 8, 16).to(memory_format=torch.channels_last)
     made = ahead.empty_like(images)
@@ -68,7 +68,7 @@ def test_tensors_have_storages_of_their_own_size_and_order_of_strides():
     assert saved.tell() < images.nbytes + 10_000
 
 
-def test_it_is_dealt_out_once_and_large_tensors_only():
+def test_preallocated_memory_is_used_once_and_only_for_large_tensors():
     ahead = PreallocatedMemory(2 * LEAST_BYTES)
     half = torch.empty(LEAST_BYTES, dtype=torch.uint8)
     one, two = ahead.empty_like(half), ahead.empty_like(half)
@@ -78,7 +78,7 @@ def test_it_is_dealt_out_once_and_large_tensors_only():
     assert PreallocatedMemory(LEAST_BYTES).empty_like(torch.empty(10)) is None
 
 
-def test_its_pages_are_there():
+def test_preallocated_pages_are_resident():
     torch.empty_like(torch.empty(1, device="meta"))  # the first imports half of torch
     preallocated_memory.make(64 << 20)
     before = faults()
@@ -90,7 +90,7 @@ def test_its_pages_are_there():
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages"
 )
-def test_what_is_not_made_ahead_is_asked_for_in_huge_pages():
+def test_memory_not_preallocated_is_requested_in_huge_pages():
     made = preallocated_memory.empty_like(torch.empty(64 << 20, dtype=torch.uint8))
     middle, inside, flags = made.data_ptr() + made.nbytes // 2, False, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -103,7 +103,7 @@ def test_what_is_not_made_ahead_is_asked_for_in_huge_pages():
     assert "hg" in flags.split()
 
 
-def test_what_was_dealt_out_outlives_the_rest():
+def test_tensor_outlives_the_release_of_preallocated_memory():
     preallocated_memory.make(2 * LEAST_BYTES)
     made = preallocated_memory.empty_like(torch.empty(LEAST_BYTES, dtype=torch.uint8)).fill_(7)
     preallocated_memory.leave()
@@ -111,7 +111,7 @@ def test_what_was_dealt_out_outlives_the_rest():
     assert preallocated_memory.empty_like(made).fill_(1).sum() == LEAST_BYTES
 
 
-def test_where_memory_is_short_tensors_are_made_as_ever(monkeypatch: pytest.MonkeyPatch):
+def test_tensors_are_allocated_normally_when_memory_is_short(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object, **__: object) -> mmap.mmap:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
@@ -131,7 +131,7 @@ def test_where_memory_is_short_tensors_are_made_as_ever(monkeypatch: pytest.Monk
         (lambda p: torch.optim.Adagrad(p), 0),  # it has them already
     ],
 )
-def test_what_is_to_come_is_what_the_first_step_makes(make, entries):
+def test_expected_bytes_equal_the_optimizer_entries_of_the_first_step(make, entries):
     net = nn.Linear(8, 8, bias=False)
     optimizer = make(net.parameters())
     state = TorchState(model=net, optimizer=optimizer)
@@ -189,7 +189,7 @@ def test_gradients_of_a_distributed_optimizer_find_their_pages_in_the_arena(worl
     assert faults() - before < 300  # of 1,024 pages, which are mapped in blocks
 
 
-def test_a_compression_halves_them_and_a_users_own_is_not_guessed(world):
+def test_expected_gradient_bytes_are_halved_by_fp16_and_unknown_for_custom_compression(world):
     class Own:
         @staticmethod
         def compress(tensor):
@@ -210,6 +210,6 @@ def test_a_compression_halves_them_and_a_users_own_is_not_guessed(world):
     assert size(Own) == 0
 
 
-def test_any_other_state_is_left_alone():
+def test_state_without_tensors_preallocates_no_memory():
     join_preparation.prepare(ObjectState(step=0), native=True)
     assert preallocated_memory._ahead is None

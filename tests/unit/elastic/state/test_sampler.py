@@ -65,7 +65,7 @@ def test_rounds_are_interleaved_and_the_last_is_filled_from_the_start(world):
     assert dealt(world, team(world, 3, 7, shuffle=False)) == [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
 
 
-def test_every_epoch_has_its_own_order_and_all_ranks_agree_on_it(world):
+def test_every_epoch_has_its_own_order_on_all_ranks(world):
     samplers = team(world, 2, 50, seed=3)
     first = dealt(world, samplers)
     assert sorted(first[0] + first[1]) == list(range(50))
@@ -74,7 +74,7 @@ def test_every_epoch_has_its_own_order_and_all_ranks_agree_on_it(world):
     assert dealt(world, samplers) != first
 
 
-def test_attributes_are_horovods(world):
+def test_sampler_has_horovods_attributes(world):
     (sampler,) = team(world, 1, 10, shuffle=False, seed=5)
     sampler.record_batch(0, 4)
     assert sampler.state_dict() == {"epoch": 0, "processed_num": 4}
@@ -90,14 +90,14 @@ def test_attributes_are_horovods(world):
     assert (len(sampler), sampler.seed, sampler.shuffle) == (6, 5, False)
 
 
-def test_a_data_loader_takes_it(world):
+def test_data_loader_accepts_the_sampler(world):
     (sampler,) = team(world, 1, 10, shuffle=False)
     loader: Any = DataLoader(TensorDataset(torch.arange(10)), batch_size=4, sampler=sampler)
     assert [batch.tolist() for (batch,) in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert all(type(index) is int for index in sampler)
 
 
-def test_defect_f_a_remainder_smaller_than_half_the_world_is_dealt(world):
+def test_defect_f_remainder_smaller_than_half_the_world_is_distributed(world):
     samplers = team(world, 1, 9, shuffle=False)
     samplers[0].record_batch(0, 8)  # one sample left
     saved = samplers[0].state_dict()
@@ -108,7 +108,7 @@ def test_defect_f_a_remainder_smaller_than_half_the_world_is_dealt(world):
     assert dealt(world, samplers) == [[8], [0], [1], [2]]
 
 
-def test_defect_g_a_graceful_change_deals_out_anew_what_is_left(world):
+def test_defect_g_planned_change_redistributes_the_remaining_samples(world):
     samplers = team(world, 2, 12, shuffle=False)
     for sampler in samplers:
         sampler.record_batch(0, 2)  # 0 .. 3 are done
@@ -119,7 +119,7 @@ def test_defect_g_a_graceful_change_deals_out_anew_what_is_left(world):
     assert list(samplers[0]) == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_defect_g_even_where_nobody_resets(world):
+def test_defect_g_remaining_samples_are_redistributed_without_a_reset(world):
     samplers = team(world, 2, 12, shuffle=False)
     samplers[0].record_batch(0, 2)
     world.become(1)
@@ -129,7 +129,7 @@ def test_defect_g_even_where_nobody_resets(world):
 
 
 @pytest.mark.parametrize("said", [1, 4], ids=["its real size", "the loader's batch size"])
-def test_defect_v_the_last_batch_of_an_epoch_may_be_partial(world, said):
+def test_defect_v_last_batch_of_an_epoch_may_be_partial(world, said):
     samplers = team(world, 2, 10, shuffle=False)  # 5 samples each: batches of 4 and 1
     for sampler in samplers:
         sampler.record_batch(0, 4)
@@ -140,11 +140,11 @@ def test_defect_v_the_last_batch_of_an_epoch_may_be_partial(world, said):
     assert list(samplers[0]) == []
 
 
-def test_a_dataset_smaller_than_the_world_gives_everyone_one_sample(world):
+def test_dataset_smaller_than_the_world_gives_each_rank_one_sample(world):
     assert dealt(world, team(world, 5, 2, shuffle=False)) == [[0], [1], [0], [1], [0]]
 
 
-def test_a_finished_epoch_has_nothing_left_until_the_next_begins(world):
+def test_finished_epoch_has_no_samples_until_the_next_begins(world):
     (sampler,) = team(world, 1, 4)
     sampler.record_batch(0, 4)
     sampler.load_state_dict(sampler.state_dict())
@@ -153,7 +153,7 @@ def test_a_finished_epoch_has_nothing_left_until_the_next_begins(world):
     assert len(list(sampler)) == 4
 
 
-def test_bad_input_is_refused_in_one_sentence(world):
+def test_invalid_dataset_and_batch_size_are_refused(world):
     with raises(Invalid):
         ElasticSampler([])
     with raises(Invalid):
@@ -165,7 +165,7 @@ def test_bad_input_is_refused_in_one_sentence(world):
     assert sampler.processed_num == 0
 
 
-def test_a_progress_beyond_a_shrunken_dataset_ends_the_epoch(world):
+def test_progress_beyond_a_shrunken_dataset_ends_the_epoch(world):
     (sampler,) = team(world, 1, 4)
     sampler.load_state_dict({"epoch": 0, "processed_num": 99})
     assert list(sampler) == []
@@ -192,7 +192,7 @@ EVENTS = st.lists(
     shuffle=st.booleans(),
     events=EVENTS,
 )
-def test_each_sample_counts_once_whatever_the_world_does(
+def test_each_sample_counts_once_for_any_changes_of_the_world(
     length, size, batch, nominal, shuffle, events
 ):
     world = World()

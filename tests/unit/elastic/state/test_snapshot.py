@@ -32,7 +32,7 @@ def copies(monkeypatch):
     return counted
 
 
-def test_nothing_is_copied_twice_and_one_change_copies_everything(copies):
+def test_unchanged_tensors_are_not_copied_and_one_change_copies_all(copies):
     snapshot = Snapshot()
     tensors = {"a": torch.randn(SMALL + 1), "b": torch.randn(3)}
     snapshot.take(tensors, None)
@@ -44,7 +44,7 @@ def test_nothing_is_copied_twice_and_one_change_copies_everything(copies):
     assert same_bits(snapshot.bank.buffers()["b"], tensors["b"])
 
 
-def test_everything_is_copied_when_something_was_noticed_or_trust_is_missing(copies):
+def test_all_tensors_are_copied_after_a_notice_or_without_trust(copies):
     snapshot = Snapshot()
     tensors = {"a": torch.randn(3)}
     snapshot.take(tensors, None)
@@ -64,7 +64,7 @@ def test_another_storage_is_noticed_even_at_the_same_version(copies):
     assert copies == [1, 1]
 
 
-def test_a_small_quiet_change_is_seen_in_a_small_tensor(copies):
+def test_untracked_change_of_a_small_tensor_is_detected(copies):
     snapshot = Snapshot()
     tensor = torch.zeros(SMALL)
     snapshot.take({"a": tensor}, None)
@@ -73,7 +73,7 @@ def test_a_small_quiet_change_is_seen_in_a_small_tensor(copies):
     assert copies == [1, 1]
 
 
-def test_nan_is_copied_again_rather_than_trusted(copies):
+def test_nan_tensor_is_always_copied_again(copies):
     snapshot = Snapshot()
     tensor = torch.full((4,), float("nan"))
     snapshot.take({"a": tensor}, None)
@@ -81,7 +81,7 @@ def test_nan_is_copied_again_rather_than_trusted(copies):
     assert copies == [1, 1]
 
 
-def test_buffers_are_made_once_and_kept_in_the_order_of_the_strides():
+def test_snapshot_buffers_are_reused_and_keep_strides():
     snapshot = Snapshot()
     tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     snapshot.take({"a": tensor}, None)
@@ -94,7 +94,7 @@ def test_buffers_are_made_once_and_kept_in_the_order_of_the_strides():
     assert snapshot.bank.buffers()["a"].shape == (7,)
 
 
-def test_inference_tensors_are_never_trusted(copies):
+def test_inference_tensors_are_always_copied_again(copies):
     snapshot = Snapshot()
     with torch.inference_mode():
         tensor = torch.zeros(3)
@@ -138,7 +138,7 @@ def under_way(event: torch.cuda.Event) -> pinned.PinnedCopy:
     return transit
 
 
-def test_copies_under_way_are_waited_for_on_their_own_device(monkeypatch):
+def test_pending_copies_are_waited_for(monkeypatch):
     answers = [False, False, True]
     snapshot = Snapshot()
     snapshot.take({"a": torch.zeros(2)}, "first")
@@ -162,7 +162,7 @@ def test_a_device_that_hangs_is_not_waited_for_forever(monkeypatch):
 
 
 @pytest.mark.parametrize("size, at_most_s", [(1 << 20, 30.0), (12 << 30, 90.0)])
-def test_a_copy_that_hangs_is_given_time_by_its_size(monkeypatch, size, at_most_s):
+def test_copy_timeout_depends_on_the_size(monkeypatch, size, at_most_s):
     now = 0.0
 
     def sleep(seconds: float) -> None:
@@ -226,7 +226,7 @@ class Pinning:
         return "out of memory"
 
 
-def test_pinned_memory_is_one_piece_as_large_as_the_tensors(monkeypatch):
+def test_pinned_memory_is_one_allocation_for_all_tensors(monkeypatch):
     cuda = Pinning(monkeypatch)
     tensors = [
         torch.randn(2**18 + 1),
@@ -252,14 +252,14 @@ def test_pinned_memory_is_one_piece_as_large_as_the_tensors(monkeypatch):
     assert cuda.pinned == {}
 
 
-def test_host_memory_that_can_not_be_pinned_is_told(monkeypatch):
+def test_host_memory_that_cannot_be_pinned_raises_memory_error(monkeypatch):
     Pinning(monkeypatch).refuses = True
     with raises(MemoryError):
         pinned.like([torch.zeros(100)])
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_pinned_memory_stays_where_a_device_that_hangs_may_write(monkeypatch, hangs):
+def test_pinned_memory_is_kept_when_a_hung_device_may_still_write(monkeypatch, hangs):
     """And nobody waits for that device longer than for a commit."""
     transit = create_autospec(pinned.PinnedCopy, instance=True)
     transit.wait.side_effect = DeviceLost("a copy did not complete") if hangs else None

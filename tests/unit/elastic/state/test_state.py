@@ -59,7 +59,7 @@ def rt(monkeypatch):
     return made
 
 
-def test_values_go_back_to_the_last_commit():
+def test_restore_returns_to_the_last_commit():
     state = ObjectState(epoch=0, batch=0)
     state.batch = 5
     state.commit()
@@ -68,7 +68,7 @@ def test_values_go_back_to_the_last_commit():
     assert (state.epoch, state.batch) == (0, 5)
 
 
-def test_what_was_never_committed_goes_back_to_the_beginning():
+def test_restore_without_a_commit_returns_to_the_initial_values():
     state = ObjectState(epoch=3)
     state.epoch = 4
     state.restore()
@@ -87,7 +87,7 @@ def test_defect_e_values_are_copied_deeply_at_commit_and_at_restore():
     assert state.history == [{"loss": 1.0}]
 
 
-def test_a_value_that_cannot_be_copied_is_named():
+def test_value_that_cannot_be_copied_is_reported_by_name():
     with raises(Invalid):
         ObjectState(lock=threading.Lock())
     state = ObjectState(batches=None)
@@ -97,13 +97,13 @@ def test_a_value_that_cannot_be_copied_is_named():
 
 
 @pytest.mark.parametrize("value", [torch.nn.Linear(1, 1), Shards(2), ElasticSampler(range(2))])
-def test_what_only_a_torch_state_can_restore_is_refused(value):
+def test_values_that_only_a_torch_state_can_restore_are_refused(value):
     """A restore would put a copy there, which no optimizer trains and no loader asks."""
     with raises(Invalid, type(value).__name__):
         ObjectState(it=value, epoch=0)
 
 
-def test_a_commit_of_a_value_that_cannot_be_copied_leaves_the_one_before_whole():
+def test_failed_commit_of_a_value_that_cannot_be_copied_keeps_the_previous_commit():
     state = ObjectState(value=1)
     state.value = threading.Lock()
     with pytest.raises(Invalid):
@@ -113,7 +113,7 @@ def test_a_commit_of_a_value_that_cannot_be_copied_leaves_the_one_before_whole()
     assert state.value == 1
 
 
-def test_a_save_overridden_by_a_script_is_torn_until_its_own_end():
+def test_failed_overridden_save_invalidates_the_state():
     class Careful(ObjectState):
         def save(self) -> None:
             super().save()
@@ -127,7 +127,7 @@ def test_a_save_overridden_by_a_script_is_torn_until_its_own_end():
     assert not state.valid()
 
 
-def test_a_torn_state_is_not_restored(caplog):
+def test_restore_of_an_invalid_state_is_logged(caplog):
     class Careful(ObjectState):
         def save(self) -> None:
             super().save()
@@ -140,7 +140,7 @@ def test_a_torn_state_is_not_restored(caplog):
     recorded("log", caplog.text)
 
 
-def test_commit_saves_first_and_looks_at_changes_after(rt):
+def test_commit_saves_before_checking_for_changes(rt):
     state = ObjectState(batch=0)
     state.batch = 1
     rt.change = WorldChanging("planned")
@@ -172,7 +172,7 @@ def costs(rt, monkeypatch):
     return found
 
 
-def test_commit_beyond_the_budget_copies_nothing_and_looks_at_changes(rt, costs, capsys):
+def test_commit_beyond_the_budget_makes_no_copy_and_still_checks_for_changes(rt, costs, capsys):
     state = ObjectState(batch=0)
     made = []
     for state.batch in range(14):
@@ -215,7 +215,7 @@ def test_new_world_begins_with_a_copy_at_each_commit(rt, costs):
     assert rt.said.count("committed") == 3 and step_count.commits_every == 5
 
 
-def test_check_host_updates_saves_nothing(rt):
+def test_check_host_updates_makes_no_commit(rt):
     state = ObjectState(batch=0)
     state.batch = 1
     state.on_hosts_updated(17.0, 2)
@@ -227,7 +227,7 @@ def test_check_host_updates_saves_nothing(rt):
     assert state.batch == 0
 
 
-def test_a_reset_forgets_old_news_and_calls_back_in_order():
+def test_reset_clears_host_messages_and_calls_callbacks_in_order():
     class Counting(State):
         def reset(self) -> None:
             calls.append("reset")
@@ -242,13 +242,13 @@ def test_a_reset_forgets_old_news_and_calls_back_in_order():
     assert state._host_messages.empty()
 
 
-def test_a_bare_state_holds_nothing_that_could_be_compared():
+def test_base_state_has_an_empty_layout_and_digest():
     state = State()
     assert (state.layout(), state.digest(), state.digest_buffers()) == ("", 0, 0)
     assert state._rank() == 0
 
 
-def test_a_script_with_its_own_broadcast_is_synchronized_by_that():
+def test_custom_broadcast_of_a_script_is_used_by_sync():
     state = ObjectState(lambda value: {**value, "epoch": 7}, lambda: 0, epoch=1)
     assert has_custom_sync(state)
     state.sync()
@@ -257,7 +257,7 @@ def test_a_script_with_its_own_broadcast_is_synchronized_by_that():
     assert state.epoch == 7
 
 
-def test_only_a_sync_that_is_not_ours_is_custom():
+def test_overridden_sync_is_recognized_as_custom():
     class Mine(ObjectState):
         def sync(self) -> None:
             pass
@@ -272,7 +272,7 @@ def test_a_value_that_would_hide_a_method_is_refused(name):
         ObjectState(None, None, **{name: 1})
 
 
-def test_values_travel_and_the_commit_stays_until_the_next_save():
+def test_transferred_values_are_committed_only_by_the_next_save():
     ranks = fake.world(2)
     states = [ObjectState(epoch=5, log=["a"]), ObjectState(epoch=0, log=[])]
     others = threading.Thread(target=states[0].transfer, args=(ranks[0], 0))
@@ -284,7 +284,7 @@ def test_values_travel_and_the_commit_stays_until_the_next_save():
     assert (states[1].epoch, states[1].log) == (0, [])
 
 
-def test_works_in_a_world_of_one_without_init():
+def test_state_works_in_a_world_of_one_without_init():
     state = ObjectState(epoch=0)
     state.epoch = 1
     state.sync()
@@ -293,7 +293,7 @@ def test_works_in_a_world_of_one_without_init():
     assert state.epoch == 1
 
 
-def test_a_commit_that_fails_leaves_the_time_account_as_it_was(rt):
+def test_failed_commit_restores_the_time_account(rt):
     state = ObjectState(lock=1)
     rt.commits.make_durable.side_effect = OSError
     with pytest.raises(OSError):
@@ -316,7 +316,7 @@ def test_misspelled_option_for_random_generators_is_refused(name):
     assert getattr(TorchState(**number), name) == 3
 
 
-def test_every_state_accepts_what_the_run_loop_passes_to_transfer():
+def test_every_state_accepts_the_arguments_of_the_run_loop_for_transfer():
     alone = fake.world(1)[0]
     for state in (State(), ObjectState(step=1), TorchState(step=1)):
         assert state.transfer(alone, root=0, group_on=None, keeps=True) == 0

@@ -15,7 +15,7 @@ def mlp() -> Any:
     return nn.Sequential(nn.Linear(90, 90), nn.BatchNorm1d(90), nn.Linear(90, 4))
 
 
-def test_the_layout_names_what_must_agree():
+def test_layout_contains_parameters_buffers_and_groups_independent_of_values():
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = TorchState(model=model, optimizer=optimizer, epoch=3)
@@ -36,13 +36,13 @@ def test_the_layout_names_what_must_agree():
     assert state.layout() == before
 
 
-def test_tied_parameters_appear_as_such():
+def test_tied_parameters_are_marked_in_the_layout():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     recorded("log", TorchState(net=model).layout().splitlines())
 
 
-def test_equal_bits_give_equal_digests_and_buffers_have_their_own():
+def test_equal_bits_give_equal_digests_and_buffers_have_a_separate_digest():
     torch.manual_seed(1)
     one = TorchState(model=mlp())
     torch.manual_seed(1)
@@ -56,7 +56,7 @@ def test_equal_bits_give_equal_digests_and_buffers_have_their_own():
     assert TorchState(epoch=1).digest() == 0
 
 
-def test_a_digest_notices_a_bit_a_swap_and_a_permutation():
+def test_digest_detects_a_bit_a_swap_and_a_permutation():
     model: Any = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     state = TorchState(model=model)
     seen = {state.digest()}

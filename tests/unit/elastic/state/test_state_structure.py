@@ -127,7 +127,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_model_that_was_rebuilt_is_looked_at_anew(change: Callable[[Net], None]):
+def test_rebuilt_model_is_examined_again(change: Callable[[Net], None]):
     net = Net()
     handler = ModelStateHandler(net)
     handler.save()
@@ -143,7 +143,7 @@ def test_a_model_that_was_rebuilt_is_looked_at_anew(change: Callable[[Net], None
         assert same_bits(buffer, live[name].detach()), name
 
 
-def test_a_parameter_that_goes_to_another_module_gets_its_name():
+def test_parameter_moved_to_another_module_gets_its_new_name():
     """The flat lists of keys and tensors stay the same: only where one module ends tells them apart."""
 
     def holder(**parameters: nn.Parameter) -> nn.Module:
@@ -161,7 +161,7 @@ def test_a_parameter_that_goes_to_another_module_gets_its_name():
     assert list(handler.snapshot.bank.buffers()) == ["0.a", "1.b"]
 
 
-def test_a_model_that_stays_is_not_dissected_again(monkeypatch):
+def test_unchanged_model_is_not_examined_again(monkeypatch):
     net = Net()
     optimizer = torch.optim.Adam(net.parameters())
     for parameter in net.parameters():
@@ -239,7 +239,7 @@ def no_dictionary(optimizer: Any) -> None:
     ],
     ids=lambda change: change.__name__,
 )
-def test_an_optimizer_that_keeps_other_entries_is_looked_at_anew(change: Callable[[Any], None]):
+def test_optimizer_with_replaced_entries_is_examined_again(change: Callable[[Any], None]):
     net = nn.Linear(3, 3)
     optimizer = torch.optim.Adam(net.parameters())
     for parameter in net.parameters():
@@ -260,7 +260,7 @@ def test_an_optimizer_that_keeps_other_entries_is_looked_at_anew(change: Callabl
 # ---- Python values with them --------------------------------------------------------------------
 
 
-def test_copies_of_python_values_share_nothing_and_keep_their_own_sharing():
+def test_copies_of_python_values_are_independent_and_keep_internal_references():
     shared = [1, 2]
     value: dict[Any, Any] = {"a": shared, "b": (shared, 3), "c": {"d": shared}, (1, "x"): 1.5}
     value["self"] = value
@@ -272,7 +272,7 @@ def test_copies_of_python_values_share_nothing_and_keep_their_own_sharing():
     assert made["a"] is not shared
 
 
-def test_copies_refer_to_what_is_handled_beside_them_and_to_an_index():
+def test_copies_keep_references_to_handled_objects_and_an_index():
     model, index = nn.Linear(1, 1), Index(a=[1])
     handled = {"n": 1}
     made = copied({"model": [model], "index": index, "handled": handled}, "it", [model, handled])
@@ -281,7 +281,7 @@ def test_copies_refer_to_what_is_handled_beside_them_and_to_an_index():
     assert made["handled"] is handled
 
 
-def test_a_dictionary_or_list_of_another_class_stays_one():
+def test_subclass_of_dict_or_list_keeps_its_type_in_a_copy():
     class Named(dict[str, int]):
         pass
 

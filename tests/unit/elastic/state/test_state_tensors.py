@@ -93,7 +93,7 @@ def test_tensors_of_every_kind_are_restored():
     assert zoo.note == "old"
 
 
-def test_parameters_that_came_to_share_a_storage_are_parted_again():
+def test_parameters_that_share_a_storage_since_the_commit_are_separated_by_a_restore():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     expected = bits(model)
     state = TorchState(model=model)
@@ -102,7 +102,7 @@ def test_parameters_that_came_to_share_a_storage_are_parted_again():
     assert_bits(model, expected)
 
 
-def test_parameters_that_always_shared_a_storage_still_do():
+def test_shared_storage_of_parameters_is_kept_by_a_restore():
     flat = torch.randn(18)
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[0].weight.data = flat[:9].view(3, 3)
@@ -114,7 +114,7 @@ def test_parameters_that_always_shared_a_storage_still_do():
     assert torch.equal(flat, kept)
 
 
-def test_a_parameter_that_changed_its_shape_or_dtype_gets_it_back():
+def test_parameter_with_changed_shape_or_dtype_is_restored():
     model = nn.Linear(3, 3)
     expected = bits(model)
     state = TorchState(model=model)
@@ -171,7 +171,7 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Counting(), nn.Sequential(nn.Linear(2, 2), Remembering())])
-def test_what_a_state_dict_of_the_models_own_adds_goes_back_to_the_commit(model):
+def test_additions_of_a_custom_state_dict_are_restored(model):
     seen = model if isinstance(model, Counting) else model[1]
     state = TorchState(model=model)
     state.save()
@@ -190,7 +190,7 @@ def test_what_a_state_dict_of_the_models_own_adds_goes_back_to_the_commit(model)
 
 
 @pytest.mark.filterwarnings("ignore:.*quantiz.*")
-def test_a_quantized_model_goes_back_to_the_commit():
+def test_quantized_model_is_restored():
     model = torch.ao.quantization.quantize_dynamic(
         nn.Sequential(nn.Linear(4, 4)), {nn.Linear}, dtype=torch.qint8
     )

@@ -131,7 +131,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_commit_sees_every_change_and_a_restore_undoes_it(change):
+def test_commit_detects_every_change_and_a_restore_reverts_the_change(change):
     model = mlp(norm=True)
     state = TorchState(model=model)
     state.commit()  # from here on nothing seems to have happened
@@ -144,7 +144,7 @@ def test_a_commit_sees_every_change_and_a_restore_undoes_it(change):
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_restore_without_a_commit_goes_back_to_the_beginning(change):
+def test_restore_without_a_commit_returns_to_the_initial_model(change):
     model = mlp(norm=True)
     expected = bits(model)
     state = TorchState(model=model)
@@ -177,7 +177,7 @@ def test_an_unchanged_state_is_not_copied_again(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # a FutureWarning from torch 2.15 on
-def test_a_handled_model_can_still_be_scripted_and_a_scripted_one_handled():
+def test_handled_model_can_be_scripted_and_a_scripted_one_handled():
     state = TorchState(model=mlp())
     state.commit()
     model: Any = torch.jit.script(state.model)
@@ -190,7 +190,7 @@ def test_a_handled_model_can_still_be_scripted_and_a_scripted_one_handled():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.slow
-def test_a_compiled_step_is_noticed_without_compiling_again():
+def test_compiled_step_is_detected_without_recompilation():
     graphs: list[object] = []
 
     def backend(graph: Any, inputs: object) -> Any:
@@ -231,7 +231,7 @@ def test_a_restore_writes_into_the_same_storages():
     assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
 
 
-def test_modules_train_that_did_so_at_the_commit():
+def test_training_mode_of_modules_is_restored():
     """A worker may be lost while others evaluate, and who comes for it trains."""
     model = mlp(norm=True)
     model[1].eval()
@@ -267,7 +267,7 @@ def test_gradients_and_pass_counters_are_cleared():
     ],
     ids=["SGD", "Adam", "fused Adam, lr a tensor", "LBFGS", "Adagrad"],
 )
-def test_training_goes_on_from_a_commit_as_if_nothing_had_happened(make):
+def test_training_resumed_from_a_commit_has_the_same_bits(make):
     def train(steps: int) -> None:
         for _ in range(steps):
             data = torch.randn(8, WIDE, generator=generator)
@@ -297,7 +297,7 @@ def test_training_goes_on_from_a_commit_as_if_nothing_had_happened(make):
     assert_bits(model, expected)
 
 
-def test_entries_made_since_the_commit_are_dropped_and_lost_ones_come_back():
+def test_entries_newer_than_the_commit_are_dropped_and_lost_ones_restored():
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters())
     state = TorchState(model=model, optimizer=optimizer)
@@ -312,7 +312,7 @@ def test_entries_made_since_the_commit_are_dropped_and_lost_ones_come_back():
     assert same_bits(optimizer.state[model[0].weight]["exp_avg"], momentum)
 
 
-def test_groups_and_options_go_back_to_the_commit():
+def test_groups_and_options_are_restored():
     model, extra = mlp(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group = optimizer.param_groups[0]
@@ -341,7 +341,7 @@ def test_a_scheduler_is_restored_in_place():
     assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (1, 0.5)
 
 
-def test_an_optimizer_with_a_state_dict_of_its_own_is_saved_by_it():
+def test_optimizer_with_a_custom_state_dict_is_saved_by_its_state_dict():
     class Slow(torch.optim.SGD):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -368,7 +368,7 @@ def test_an_optimizer_with_a_state_dict_of_its_own_is_saved_by_it():
     assert same_bits(optimizer.state[model[0].weight]["momentum_buffer"], momentum)
 
 
-def test_random_generators_go_back_when_asked():
+def test_random_generators_are_restored_on_request():
     def draw() -> list[float]:
         return [torch.rand(1).item(), numpy.random.rand(), random.random()]
 
@@ -380,7 +380,7 @@ def test_random_generators_go_back_when_asked():
     assert TorchState(rng=numpy.random.default_rng(1)).rng is not None  # a script's own value
 
 
-def test_the_sampler_goes_back_with_the_rest():
+def test_sampler_is_restored_with_the_state():
     sampler = ElasticSampler(range(10), shuffle=False)
     state = TorchState(sampler=sampler, epoch=0)
     sampler.record_batch(0, 4)
@@ -393,7 +393,7 @@ def test_the_sampler_goes_back_with_the_rest():
 # ---- several parts, other values, handlers -------------------------------------------------------
 
 
-def test_any_number_of_models_and_optimizers_by_any_name():
+def test_models_and_optimizers_may_have_any_names():
     one, two = mlp(), mlp()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (one, two)]
     state = TorchState(generator=one, critic=two, first=optimizers[0], second=optimizers[1], n=1)
@@ -406,7 +406,7 @@ def test_any_number_of_models_and_optimizers_by_any_name():
     assert state.model is None
 
 
-def test_assigning_a_model_handles_the_new_one():
+def test_assigned_model_replaces_the_handled_one():
     state = TorchState(model=mlp())
     other = mlp()
     expected = bits(other)
@@ -417,7 +417,7 @@ def test_assigning_a_model_handles_the_new_one():
     assert_bits(other, expected)
 
 
-def test_a_name_may_change_between_handled_and_plain():
+def test_attribute_may_change_between_handled_and_plain():
     state = TorchState(epoch=1)
     state.model = model = mlp()
     state.epoch = nn.Linear(2, 2)
@@ -427,7 +427,7 @@ def test_a_name_may_change_between_handled_and_plain():
     assert (state.epoch, state.model) == (5, model)
 
 
-def test_a_value_that_points_to_the_model_still_does_after_a_restore():
+def test_reference_to_the_model_is_kept_by_a_restore():
     model = mlp()
     state = TorchState(model=model, trainer={"net": model, "n": 1})
     state.trainer["n"] = 2
@@ -436,7 +436,7 @@ def test_a_value_that_points_to_the_model_still_does_after_a_restore():
     assert state.trainer["net"] is model
 
 
-def test_handlers_work_on_their_own():
+def test_handler_can_be_used_without_a_state():
     model = mlp()
     expected = bits(model)
     handler = ModelStateHandler(model)
@@ -451,7 +451,7 @@ def test_handlers_work_on_their_own():
     assert_bits(model, expected)
 
 
-def test_a_script_may_register_handlers_of_its_own():
+def test_script_may_register_its_own_handlers():
     class Counter:
         n = 0
 
@@ -511,7 +511,7 @@ def test_a_value_that_cannot_be_copied_costs_no_committed_step():
         lambda model, sgd: {"optimizer": sgd.state_dict()},
     ],
 )
-def test_what_is_no_model_or_optimizer_is_refused(arguments):
+def test_unsupported_types_of_models_and_optimizers_are_refused(arguments):
     """A dict of tensors would be kept as a Python value, and the replicas would drift apart."""
     model = mlp()
     with raises(Invalid):
@@ -528,7 +528,7 @@ def test_what_is_no_model_or_optimizer_is_refused(arguments):
         {"a": Shards(2)},
     ],
 )
-def test_what_a_restore_would_replace_by_a_copy_that_nothing_trains_is_refused(hidden):
+def test_values_that_a_restore_would_replace_by_an_untrained_copy_are_refused(hidden):
     with raises(Invalid):
         TorchState(x=hidden)
     state = TorchState(model=nn.Linear(1, 1), x=None, step=0)
@@ -537,7 +537,7 @@ def test_what_a_restore_would_replace_by_a_copy_that_nothing_trains_is_refused(h
     state.x = [state.model]  # goes on pointing to it
 
 
-def test_a_save_that_fails_half_way_leaves_no_whole_commit(caplog):
+def test_failed_save_leaves_no_complete_commit(caplog):
     class Moody(torch.optim.SGD):
         broken = False
 
@@ -561,7 +561,7 @@ def test_a_save_that_fails_half_way_leaves_no_whole_commit(caplog):
     assert state.digest() == 0
 
 
-def test_defect_h_sync_commits_what_it_brought():
+def test_defect_h_sync_commits_the_received_state():
     model = mlp()
     state = TorchState(model=model)
     in_place(model)
@@ -589,7 +589,7 @@ def test_a_cuda_model_is_committed_and_restored():
 
 
 @pytest.mark.gpu
-def test_a_cuda_commit_that_is_on_its_way_when_the_world_breaks_is_waited_for():
+def test_pending_cuda_commit_is_completed_before_a_restore():
     model = nn.Linear(1024, 1024).cuda()
     sampler = ElasticSampler(range(100))
     state = TorchState(model=model, sampler=sampler, n=0)
@@ -607,7 +607,7 @@ def test_a_cuda_commit_that_is_on_its_way_when_the_world_breaks_is_waited_for():
 
 
 @pytest.mark.parametrize("broken", ["unscaled", "stepped"])
-def test_a_scaler_unscales_again_after_a_step_that_broke_off(broken):
+def test_gradient_scaler_works_after_a_step_that_was_interrupted(broken):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

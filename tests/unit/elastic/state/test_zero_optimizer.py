@@ -105,7 +105,7 @@ def test_an_optimizer_that_cannot_follow_another_world_is_refused(made: Any):
     assert refused.value.kind is Fixed.OPTIMIZER
 
 
-def test_other_versions_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_untested_versions_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch):
     model = network()
     monkeypatch.setattr(tested_torch, "TESTED", ("2.9",))
     with pytest.raises(NotElastic) as refused:
@@ -113,7 +113,7 @@ def test_other_versions_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch):
     assert refused.value.kind is Fixed.OPTIMIZER
 
 
-def test_an_optimizer_without_its_model_or_with_shards_is_refused():
+def test_divided_optimizer_without_its_model_or_with_shards_is_refused():
     model = network()
     with pytest.raises(Invalid):
         TorchState(optimizer=divided(model))
@@ -121,7 +121,7 @@ def test_an_optimizer_without_its_model_or_with_shards_is_refused():
         TorchState(model=model, optimizer=divided(model), shards=Shards(4))
 
 
-def test_an_optimizer_is_refused_before_an_update_unless_it_is_in_a_state():
+def test_sharded_optimizer_outside_of_a_state_is_refused_before_an_update():
     model = network()
     optimizer = divided(model)
     with pytest.raises(NotElastic) as refused:
@@ -134,7 +134,7 @@ def test_an_optimizer_is_refused_before_an_update_unless_it_is_in_a_state():
     sharding_guard.check(optimizer.optim, 2, 4)
 
 
-def test_a_trainer_that_saves_whole_optimizers_takes_none_in_parts():
+def test_trainer_that_saves_whole_optimizers_refuses_a_divided_one():
     model = network()
     unsupported_sharding.check_trainer("Accelerate", [torch.optim.SGD(model.parameters())])
     with pytest.raises(NotElastic) as refused:
@@ -163,7 +163,7 @@ def test_entries_that_are_no_tensors_are_refused_by_the_commit():
 
 @pytest.mark.parametrize("options", [{}, {"parameters_as_bucket_view": True}])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
-def test_without_other_workers_a_restore_sets_exactly_the_committed_bits(kind: Any, options: Any):
+def test_restore_sets_exactly_the_committed_bits_in_a_single_worker_world(kind: Any, options: Any):
     model = network()
     optimizer = divided(model, kind, **options)
     state = TorchState(model=model, optimizer=optimizer, step=0)
@@ -188,7 +188,7 @@ def test_without_other_workers_a_restore_sets_exactly_the_committed_bits(kind: A
     assert all(each.grad is None for each in model.parameters())
 
 
-def test_a_commit_has_the_entries_of_this_ranks_parameters_only():
+def test_commit_contains_only_the_entries_of_parameters_of_this_rank():
     model = network()
     optimizer = divided(model)
     handler = ZeroOptimizerHandler(optimizer, "optimizer")
@@ -201,7 +201,7 @@ def test_a_commit_has_the_entries_of_this_ranks_parameters_only():
 
 
 @pytest.mark.parametrize("options", [{}, {"parameters_as_bucket_view": True}])
-def test_in_another_world_each_parameter_is_stepped_by_the_rank_of_its_shard(options: Any):
+def test_parameters_are_stepped_by_the_owner_of_their_shard_in_another_world(options: Any):
     model = network()
     optimizer = divided(model, **options)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -231,7 +231,7 @@ def test_in_another_world_each_parameter_is_stepped_by_the_rank_of_its_shard(opt
     assert not handler.live_shards(), "entries of the world before are gone"
 
 
-def test_entries_are_placed_where_they_belong_in_another_world():
+def test_entries_are_placed_on_their_new_owners_in_another_world():
     model = network()
     optimizer = divided(model)
     handler = ZeroOptimizerHandler(optimizer, "optimizer")
@@ -253,7 +253,7 @@ def test_entries_are_placed_where_they_belong_in_another_world():
         step(model, optimizer)
 
 
-def test_a_consolidated_state_of_the_world_before_is_dropped():
+def test_consolidated_state_is_dropped_in_another_world():
     model = network()
     optimizer = divided(model)
     handler = ZeroOptimizerHandler(optimizer, "optimizer")
@@ -286,7 +286,7 @@ def test_a_module_replaced_after_the_state_was_made_is_refused_by_the_next_commi
         state.commit()
 
 
-def test_a_group_that_is_added_is_committed_if_its_parameters_are_in_the_state():
+def test_added_group_is_committed_only_when_its_parameters_are_in_the_state():
     model, head = network(), nn.Linear(2, 2)
     optimizer = divided(model)
     state = TorchState(model=model, head=head, optimizer=optimizer)
@@ -342,7 +342,7 @@ def test_a_restore_sets_exactly_the_committed_bits_of_this_ranks_elements(own, k
     assert equal(parts(model, optimizer), kept)
 
 
-def test_a_distributed_optimizer_is_refused_before_an_update_unless_it_is_in_a_state(own):
+def test_divided_distributed_optimizer_outside_of_a_state_is_refused_before_an_update(own):
     model = network()
     optimizer = distributed_optimizer(model)
     with pytest.raises(NotElastic) as refused:
@@ -365,7 +365,7 @@ def test_parameters_of_no_model_are_refused_by_the_next_commit(own):
         state.commit()
 
 
-def test_its_layout_differs_from_that_of_a_whole_optimizer(own):
+def test_layout_of_a_divided_optimizer_differs_from_a_whole_one(own):
     model = network()
     divided_one = TorchState(model=model, optimizer=distributed_optimizer(model))
     plain = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -374,7 +374,7 @@ def test_its_layout_differs_from_that_of_a_whole_optimizer(own):
 
 
 @pytest.mark.parametrize("kind", [divided, distributed_optimizer])
-def test_entries_read_from_a_checkpoint_are_described_as_those_that_were_committed(
+def test_entries_read_from_a_checkpoint_have_the_specs_of_the_committed_ones(
     own, kind: Any, tmp_path: Path
 ):
     model = network()
@@ -393,7 +393,7 @@ def test_entries_read_from_a_checkpoint_are_described_as_those_that_were_committ
     assert commits.recognized(row_specs(share.tensors)) == bank.specs
 
 
-def test_a_state_dict_has_entries_that_the_structure_of_this_rank_lacks():
+def test_state_dict_contains_entries_missing_in_the_structure_of_this_rank():
     model = network()
     optimizer = divided(model)
     handler = ZeroOptimizerHandler(optimizer, "optimizer")
@@ -405,7 +405,7 @@ def test_a_state_dict_has_entries_that_the_structure_of_this_rank_lacks():
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
-def test_a_part_has_the_elements_of_its_shard(own, shards: int):
+def test_state_entries_have_the_elements_of_their_shard(own, shards: int):
     model = network()
     optimizer = distributed_optimizer(model)
     handler = DividedOptimizerHandler(optimizer, "optimizer")
@@ -460,7 +460,7 @@ def test_optimizer_that_is_replaced_after_the_state_was_made_is_refused_by_the_n
     TorchState(model=model, optimizer=new).commit()
 
 
-def test_optimizer_of_other_parameters_and_one_in_the_state_may_step_too(own):
+def test_plain_optimizers_of_other_or_state_parameters_may_step(own):
     model, head = network(), nn.Linear(2, 2)
     both = torch.optim.SGD(model.parameters(), lr=0.1)
     state = TorchState(model=model, optimizer=distributed_optimizer(model), both=both)

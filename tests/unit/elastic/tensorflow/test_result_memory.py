@@ -24,6 +24,6 @@ def test_unfused_tensors_are_first_and_each_dtype_is_contiguous():
     assert [each.data_ptr() % result_memory.ALIGNED for each in floats[:3]] == [0, 0, 0]
 
 
-def test_little_is_not_worth_it():
+def test_shared_result_memory_pays_only_above_a_minimum_size():
     assert not result_memory.pays([torch.zeros(ALONE_BYTES // 8)] * 1)
     assert result_memory.pays([torch.zeros(ALONE_BYTES // 8)] * 2)

@@ -16,7 +16,7 @@ def result(begun: CollectiveCall) -> None:
         then()
 
 
-def test_tensors_of_several_dimensions_arrive_in_their_shape():
+def test_tensors_of_several_dimensions_keep_their_shape():
     group, mine = LocalCollectives(), torch.arange(6.0).view(3, 2)
     gathered, turned, joined = torch.zeros(3, 2), torch.zeros(2, 3).t(), torch.zeros(1, 3, 2)
     result(collective_calls.allgather(group, [gathered], mine))

@@ -38,7 +38,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_replica_in_no_state_when_it_is_trained_under_run_then_refused():
+def test_replica_outside_of_a_state_when_trained_under_run_then_refused():
     optimizer = sgd(model := replica())
     state = TorchState(optimizer=optimizer)
     names.enter(1)
@@ -49,7 +49,7 @@ def test_replica_in_no_state_when_it_is_trained_under_run_then_refused():
 
 
 @pytest.mark.parametrize("holder", [torch.nn.Sequential, lambda model: model])
-def test_replica_in_a_state_when_it_is_trained_in_later_worlds_then_accepted(holder: Any):
+def test_replica_in_a_state_when_trained_in_later_worlds_then_accepted(holder: Any):
     model = replica()
     optimizer = sgd(model)
     state = TorchState(model=holder(model), optimizer=optimizer)
@@ -59,7 +59,7 @@ def test_replica_in_a_state_when_it_is_trained_in_later_worlds_then_accepted(hol
         sharding_guard.check(optimizer, generation, 1)
 
 
-def test_replica_of_which_only_the_module_is_in_the_state_when_it_is_trained_then_refused():
+def test_replica_whose_module_is_in_the_state_when_trained_then_refused():
     optimizer = sgd(model := replica())
     state = TorchState(model=model.module, optimizer=optimizer)
     names.enter(1)
@@ -69,7 +69,7 @@ def test_replica_of_which_only_the_module_is_in_the_state_when_it_is_trained_the
     del model, state
 
 
-def test_replica_in_another_state_than_the_trained_one_when_it_is_trained_then_refused():
+def test_replica_in_another_state_when_trained_then_refused():
     optimizer = sgd(model := replica())
     other = TorchState(model=model, optimizer=optimizer)
     sharding_guard.begin(TorchState(step=0).handled())
@@ -80,7 +80,7 @@ def test_replica_in_another_state_than_the_trained_one_when_it_is_trained_then_r
     del other
 
 
-def test_replica_made_under_run_when_it_is_trained_then_accepted_in_its_world_only():
+def test_replica_made_under_run_when_trained_then_accepted_in_its_world_only():
     names.enter(1)
     optimizer = sgd(model := replica())
     sharding_guard.check(optimizer, 1, 1)
@@ -98,7 +98,7 @@ def test_replica_that_no_optimizer_trains_when_another_is_trained_then_accepted(
     del teacher
 
 
-def test_replica_over_another_process_group_when_it_is_trained_then_accepted():
+def test_replica_over_another_process_group_when_trained_then_accepted():
     group = elastic.island_group()
     optimizer = sgd(model := DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group))
     names.enter(1)

@@ -12,7 +12,7 @@ from elastic.torch_backend.group_names import GroupNames
 from harness.golden import recorded
 
 
-def test_a_newcomer_gives_the_names_that_the_others_give():
+def test_joining_worker_uses_the_same_group_names_as_survivors():
     survivor, newcomer = GroupNames(), GroupNames()
     survivor.enter(2)
     earlier = [survivor.next(), survivor.next(), survivor.next("of some")]
@@ -23,7 +23,7 @@ def test_a_newcomer_gives_the_names_that_the_others_give():
     assert len({*earlier, *now[0]}) == 6
 
 
-def test_groups_that_only_members_make_do_not_move_the_numbers_of_others():
+def test_groups_created_only_by_members_do_not_change_names_of_global_groups():
     member, other = GroupNames(), GroupNames()
     for each in (member, other):
         each.enter(1)
@@ -45,7 +45,7 @@ def in_a_job(monkeypatch, elastic: bool) -> None:
     monkeypatch.setattr(lifecycle, "active", lambda: rt)
 
 
-def test_torch_names_what_is_made_before_elastic_run_and_in_jobs_of_a_fixed_size(
+def test_groups_made_before_elastic_run_or_in_fixed_size_jobs_are_named_by_torch(
     monkeypatch, names
 ):
     in_a_job(monkeypatch, elastic=True)

@@ -59,7 +59,7 @@ def test_groups_of_a_followed_mesh_end_with_the_first_world(rt, monkeypatch):
     assert refused.value.kind is Fixed.PROCESS_GROUP
 
 
-def test_a_group_of_all_ranks_follows(rt, monkeypatch):
+def test_group_of_all_ranks_follows_the_world(rt, monkeypatch):
     made = group(monkeypatch, None)
     following_group.follow(rt, first=False)
     assert made.fits(3)
@@ -74,9 +74,7 @@ def test_groups_that_no_followed_mesh_has_are_refused_in_another_world(rt, more)
     assert refused.value.kind is Fixed.PROCESS_GROUP
 
 
-def test_group_when_torch_has_not_registered_it_then_no_flight_recorder_is_attached(
-    rt, monkeypatch
-):
+def test_group_not_registered_by_torch_gets_no_flight_recorder(rt, monkeypatch):
     made = group(monkeypatch, None)
     assert torch.device("cpu") in made._device_types
     monkeypatch.setattr(following_group, "torchs_groups", SimpleNamespace(pg_map={}))

@@ -13,7 +13,7 @@ from elastic.torch_backend import backend_override, collective_calls
 from elastic.torch_backend.mirror import MirrorCollectives
 
 
-def test_every_rank_has_what_it_has():
+def test_mirror_collectives_simulate_peers_with_equal_data():
     group = MirrorCollectives(1, 3)
     total, most = torch.tensor([2.0]), torch.tensor([2.0])
     group.allreduce(total, Op.SUM).wait()
@@ -28,7 +28,7 @@ def test_every_rank_has_what_it_has():
 
 
 @pytest.mark.parametrize("size", [4, 30_000, 300_000])
-def test_the_scatter_input_of_rank_0_is_its_own(size):
+def test_scatter_input_of_rank_0_is_its_own_data(size):
     mine = torch.arange(float(size))
     begun = collective_calls.scatter(MirrorCollectives(1, 3), mine, None, 0)
     for act in begun.thens:
@@ -37,7 +37,7 @@ def test_the_scatter_input_of_rank_0_is_its_own(size):
 
 
 @pytest.mark.parametrize("provisional", [True, False])
-def test_objects_of_rank_0_arrive_with_the_state_and_not_before(monkeypatch, provisional):
+def test_objects_are_not_broadcast_while_the_world_is_provisional(monkeypatch, provisional):
     """torch's receiver would read a number of bytes from uninitialized memory."""
     runtime = create_autospec(WorkerRuntime, instance=True)
     runtime.provisional = provisional

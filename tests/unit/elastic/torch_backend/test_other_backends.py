@@ -15,7 +15,7 @@ from harness.golden import raises
 
 
 @pytest.mark.parametrize("elastic", [True, False])
-def test_one_that_can_not_follow_the_world_is_refused_where_the_world_changes(monkeypatch, elastic):
+def test_backend_that_cannot_follow_the_world_is_refused_in_an_elastic_job(monkeypatch, elastic):
     env = replace(environment.read({}), elastic=elastic)
     monkeypatch.setattr(environment, "read", lambda: env)
     theirs = create_autospec(distributed_c10d._new_process_group_helper)

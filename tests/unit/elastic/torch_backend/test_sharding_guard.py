@@ -152,7 +152,7 @@ def with_all_reduce_hook(mesh: Any) -> Any:
         (with_all_reduce_hook, Fixed.MODULE),
     ],
 )
-def test_model_that_belongs_to_one_world_when_put_into_a_state_then_refused(four, made, kind):
+def test_model_bound_to_one_world_when_put_into_a_state_then_refused(four, made, kind):
     model = made(four)
     with pytest.raises(NotElastic) as refused:
         TorchState(model=model)
@@ -175,7 +175,9 @@ def by_fsdp1(mesh: Any) -> Any:
     ("made", "kind"),
     [(replicated, Fixed.REPLICA), (replicated_by_fsdp2, Fixed.MODULE), (by_fsdp1, Fixed.MODULE)],
 )
-def test_model_of_one_world_in_no_state_when_training_begins_then_refused(four, made, kind):
+def test_model_bound_to_one_world_outside_of_a_state_when_training_begins_then_refused(
+    four, made, kind
+):
     model = made(four)
     with pytest.raises(NotElastic) as refused:
         sharding_guard.begin([])
@@ -225,7 +227,7 @@ def test_pipeline_stage_when_its_module_is_put_into_a_state_then_refused(four):
     del stage, refused
 
 
-def test_pipeline_stage_when_it_is_made_in_training_then_accepted_in_its_world_only(four):
+def test_pipeline_stage_when_made_in_training_then_accepted_in_its_world_only(four):
     module, other = network(), network()
     optimizer = sgd(module)
     sharding_guard.begin(TorchState(model=other).handled())
@@ -292,7 +294,7 @@ def test_optimizer_of_dtensors_when_wrapped_in_distributed_optimizer_then_refuse
         ),
     ],
 )
-def test_a_state_takes_nothing_that_is_sharded_in_a_way_that_it_cannot_follow(four, made, kind):
+def test_state_refuses_unsupported_kinds_of_sharding(four, made, kind):
     model = made(four)
     assert unsupported_sharding.of_module(model) is kind
     for values in ({"model": model}, {"net": model}, {"optimizer": sgd(model)}):
@@ -310,9 +312,7 @@ def test_diloco_when_torch_has_other_private_names_then_a_fully_sharded_model_is
         elastic.DiLoCo(model, sgd(model), every=2)
 
 
-def test_a_fully_sharded_model_is_taken_with_the_versions_of_torch_that_were_tested(
-    four, monkeypatch
-):
+def test_fully_sharded_model_is_accepted_only_with_tested_versions_of_torch(four, monkeypatch):
     model = fully_sharded(four)
     with pytest.raises(NotElastic):
         TorchState(optimizer=sgd(model))  # whose model is in no state
@@ -334,7 +334,7 @@ def test_a_fully_sharded_model_is_taken_with_the_versions_of_torch_that_were_tes
         sharding_guard.check(sgd(tensor_parallel(four)), 3, 3)
 
 
-def test_parameters_that_every_rank_has_are_not_sharded(four):
+def test_replicated_parameters_are_not_reported_as_sharded(four):
     plain = network()
     assert unsupported_sharding.of_module(plain) is None
     assert unsupported_sharding.of_optimizer(sgd(plain)) is None
@@ -342,7 +342,7 @@ def test_parameters_that_every_rank_has_are_not_sharded(four):
     sharding_guard.check(sgd(plain), 7, 3)
 
 
-def test_tensor_parallel_layers_are_trained_in_the_world_for_which_they_were_made(four):
+def test_tensor_parallel_layers_are_trained_only_in_their_world(four):
     optimizer = sgd(tensor_parallel(four))
     sharding_guard.check(optimizer, 2, 4)
     sharding_guard.check(optimizer, 2, 4)
@@ -366,7 +366,7 @@ def test_a_fully_sharded_module_is_refused_before_training_and_at_its_first_step
     assert unsupported_sharding.of_module(model) is Fixed.MODULE
 
 
-def test_parameters_of_fsdp1_are_known_by_its_marks():
+def test_fsdp1_parameters_are_recognized():
     flat, view = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
     flat._is_flat_param = True  # type: ignore[attr-defined]
     view._fsdp_flattened = True  # type: ignore[attr-defined]
@@ -375,7 +375,7 @@ def test_parameters_of_fsdp1_are_known_by_its_marks():
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero"])
-def test_shards_that_are_in_no_state_are_refused_with_what_is_sharded(
+def test_used_shards_outside_of_a_state_are_refused_with_sharded_parameters(
     four, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -54,7 +54,7 @@ def backward(group: Group, *, fails: bool) -> None:
     Reduces.apply(tensor, group, fails).sum().backward()
 
 
-def test_a_backward_pass_raises_what_became_of_its_collectives():
+def test_backward_pass_raises_the_failure_of_its_collectives():
     group = Group()
     backward(group, fails=False)
     with pytest.raises(CollectiveFailed):
@@ -71,7 +71,7 @@ def test_a_failure_of_an_older_world_is_not_raised_in_the_next():
     backward(group, fails=False)
 
 
-def test_a_reported_failure_names_its_world():
+def test_reported_failure_has_the_generation_of_its_world():
     group = Group()
     work = group.work(fails=True)
     group.owner.generation.return_value = 2
@@ -81,7 +81,7 @@ def test_a_reported_failure_names_its_world():
     assert generation == 1
 
 
-def test_what_a_future_calls_may_wait_for_it_and_for_its_work():
+def test_callback_of_a_future_may_wait_for_the_future_and_its_work():
     """As in comm hooks: ``future.then(lambda future: future.wait()[0] / size)``."""
     work = Group().work()
     future = work.get_future()
@@ -92,14 +92,14 @@ def test_what_a_future_calls_may_wait_for_it_and_for_its_work():
     assert found == [[], True]
 
 
-def test_a_profile_shows_what_was_waited_for():
+def test_profile_contains_the_wait_for_a_collective():
     with torch.profiler.profile() as profile:
         Group().work().wait()
     assert "elastic:all_reduce wait" in [event.name for event in profile.events()]
 
 
 @pytest.mark.parametrize("missing", [[], [3], [1, 2], list(range(1, 12))])
-def test_missing_ranks_are_named(missing: list[int]):
+def test_timeout_message_contains_the_missing_ranks(missing: list[int]):
     recorded("messages", late(missing))
 
 

@@ -139,7 +139,7 @@ def test_invalid_number_of_pods_is_rejected(release, pods):
     release.scale.assert_not_called()
 
 
-def test_existing_job_is_left_alone(release):
+def test_existing_job_is_not_modified(release):
     release.exists.return_value = True
     release.taken.return_value = NameTaken("has a job bert already")
     with raises(Invalid):
@@ -168,7 +168,7 @@ def test_job_in_an_inactive_queue_is_installed_and_the_reason_is_reported(releas
     recorded("output", capsys.readouterr().err)
 
 
-def test_job_just_installed_by_another_process_is_left_alone(release):
+def test_job_installed_concurrently_by_another_process_is_not_removed(release):
     """Both checked before either had installed anything."""
     release.install.side_effect = NameTaken("has a job bert already")
     with handlers_put_back(), raises(NameTaken):
@@ -206,7 +206,7 @@ def test_flags_may_follow_the_name(monkeypatch):
     assert asked == [("bert", "lab"), ("bert", "lab")]
 
 
-def test_ctrl_c_removes_the_job_and_a_second_one_does_not_interrupt_that(release):
+def test_ctrl_c_removes_the_job_and_a_second_one_does_not_interrupt_the_removal(release):
     handlers = {}
 
     def uninstall(**_):
@@ -223,7 +223,7 @@ def test_ctrl_c_removes_the_job_and_a_second_one_does_not_interrupt_that(release
         release.install.side_effect = None
 
 
-def test_failed_removal_is_reported_with_the_command_to_repeat_it(release, capsys):
+def test_failed_removal_is_reported_with_the_command_to_retry(release, capsys):
     release.follow.side_effect = KeyboardInterrupt
     release.uninstall.side_effect = Invalid("helm uninstall failed: no answer")
     with handlers_put_back(), raises(Invalid):

@@ -63,7 +63,7 @@ def a_job(*conditions: str) -> Any:
     return {"metadata": {"name": "bert-driver"}, "status": {"conditions": found}}
 
 
-def test_drivers_are_followed_one_after_another_until_the_job_ends():
+def test_log_follows_each_driver_in_turn_until_the_job_ends():
     first, second = a_pod("bert-driver-x", 1, ended(137)), a_pod("bert-driver-a", 2, RUNNING)
     assert next_step(a_job(), [second, first], set()) == Follow("bert-driver-x")
     assert next_step(a_job(), [second, first], {"bert-driver-x"}) == Follow("bert-driver-a")
@@ -106,7 +106,7 @@ def test_reason_why_a_driver_does_not_run_is_that_of_kubernetes():
     assert next_step(a_job(), [making], set()) == Wait("waiting for a driver pod")
 
 
-def test_table_counts_ready_pods_and_names_the_others():
+def test_table_counts_ready_pods_and_lists_the_state_of_each_pod():
     ready = [{"type": "Ready", "status": "True"}]
     pods = [
         a_pod("bert-worker-10", state=RUNNING, conditions=ready),
@@ -241,7 +241,7 @@ def test_pod_that_kueue_has_not_admitted_is_shown_as_queued():
     assert found.trouble.partition(":")[0] == "Queued"
 
 
-def test_pods_of_a_jobset_are_those_of_its_jobs_and_not_scalable():
+def test_pods_of_a_jobset_are_counted_from_its_jobs_and_not_scalable():
     jobs = [{"spec": {"parallelism": 4}}, {"spec": {"parallelism": 4}}]
     assert wanted(jobs) == 8 and not is_scalable(jobs)
     stateful = [{"spec": {"replicas": 0}}]

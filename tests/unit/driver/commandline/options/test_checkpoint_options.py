@@ -94,7 +94,7 @@ def _no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_checkpoint_of_a_newer_version_is_not_skipped_for_an_older_one(tmp_path):
+def test_checkpoint_of_a_newer_version_is_refused_instead_of_an_older_one_being_used(tmp_path):
     written(tmp_path, OLDER)
     path = written(tmp_path, NEWER) / manifest.MANIFEST
     now = b'"format":%d' % manifest.FORMAT
@@ -105,7 +105,7 @@ def test_checkpoint_of_a_newer_version_is_not_skipped_for_an_older_one(tmp_path)
     assert planned(tmp_path, "--fresh").env["ELASTIC_CHECKPOINT_FLOOR"] == "2"
 
 
-def test_checkpoint_with_a_missing_share_is_skipped_or_rejected_if_it_is_the_only_one(tmp_path):
+def test_checkpoint_with_a_missing_share_is_skipped_and_refused_when_no_other_exists(tmp_path):
     written(tmp_path, OLDER)
     (written(tmp_path, NEWER) / "__0_0.distcp").unlink()
     level, line = planned(tmp_path).notes[0]

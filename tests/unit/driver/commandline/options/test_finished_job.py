@@ -157,7 +157,7 @@ def test_changed_data_named_by_the_command_means_not_finished(folder, words):
 
 
 @pytest.mark.parametrize(("holds", "finished"), [("", True), ("data.bin", False)])
-def test_named_folder_that_gains_a_file_is_for_results_only_if_it_was_empty(
+def test_file_added_to_a_named_folder_is_a_result_only_when_the_folder_was_empty(
     folder, holds, finished
 ):
     (folder / "named").mkdir()
@@ -184,7 +184,7 @@ def test_other_arguments_flags_environment_or_folders_are_another_job(folder, mo
 
 
 @pytest.mark.parametrize("path", ["run/train.py", "run/job.yaml", "library/layers.py"])
-def test_change_during_training_leaves_it_unknown(folder, path):
+def test_change_during_training_means_not_finished(folder, path):
     job = started()
     assert job is not None
     began_at = time.time() - 0.1  # file system clocks are coarse
@@ -218,14 +218,14 @@ def test_job_that_may_run_elsewhere_is_unknown(more):
 
 
 @pytest.mark.parametrize("limit", ["MOST_FILES", "MOST_READ"])
-def test_folder_with_too_many_files_leaves_it_unknown(folder, monkeypatch, limit):
+def test_folder_with_too_many_files_means_not_finished(folder, monkeypatch, limit):
     assert program_files(["python"], str(folder), "") is not None
     monkeypatch.setattr(f"elastic.driver.commandline.options.finished_job.{limit}", 1)
     assert program_files(["python"], str(folder), "") is None
     assert not train()
 
 
-def test_finished_command_exits_with_0_and_starts_nothing(folder, capfd, monkeypatch):
+def test_finished_command_exits_with_0_without_starting_a_worker(folder, capfd, monkeypatch):
     for name in [*os.environ]:
         monkeypatch.delenv(name) if name.startswith(("PYTEST", "ELASTIC", "HOROVOD")) else None
     (folder / "run/train.py").write_text("open('was-started', 'w')\n")
@@ -269,7 +269,7 @@ def test_changed_file_that_workers_read_means_not_finished(data, change):
     assert again() is None
 
 
-def test_data_changed_during_the_job_leaves_it_unknown(data):
+def test_data_changed_during_the_job_means_not_finished(data):
     reads(data / "a.csv")
     job = started()
     assert job is not None
@@ -279,7 +279,7 @@ def test_data_changed_during_the_job_leaves_it_unknown(data):
 
 
 @pytest.mark.parametrize("ranks", [0, 1])
-def test_missing_read_list_of_a_rank_leaves_it_unknown(ranks):
+def test_missing_read_list_of_a_rank_means_not_finished(ranks):
     job = started()
     assert job is not None
     commit(LAST)
@@ -289,7 +289,7 @@ def test_missing_read_list_of_a_rank_leaves_it_unknown(ranks):
     assert not job.has_finished(LAST.run)
 
 
-def test_possibly_unobserved_read_leaves_it_unknown(monkeypatch):
+def test_possibly_unobserved_read_means_not_finished(monkeypatch):
     observed = read_paths.observed()
     assert observed is not None
     observed.unseen.add("subprocess.Popen")
@@ -309,7 +309,9 @@ def test_possibly_unobserved_read_leaves_it_unknown(monkeypatch):
         (f"run/ck/{FINISHED}", {}, RerunReason.UNKNOWN),
     ],
 )
-def test_rerun_reason_when_something_changed_then_names_it(folder, change, environ, reason):
+def test_rerun_reason_when_a_file_or_variable_changed_then_identifies_the_change(
+    folder, change, environ, reason
+):
     assert train()
     if change:
         (folder / change).write_text("changed")
@@ -318,6 +320,6 @@ def test_rerun_reason_when_something_changed_then_names_it(folder, change, envir
     assert job.rerun_reason() is reason
 
 
-def test_rerun_reason_when_no_job_has_finished_then_none():
+def test_rerun_reason_when_no_job_has_finished_then_is_empty():
     job = started()
     assert job is not None and job.rerun_reason() is None

@@ -56,7 +56,7 @@ def test_flag_of_each_keyword_sets_its_option(function):
         assert flags.parser()._option_string_actions[flag_of(option)].dest == option.name
 
 
-def test_settings_are_named_after_the_flags_that_set_them():
+def test_settings_are_named_after_their_flags():
     for option, use in flags.declared():
         if use.setting in FLAGS:
             assert FLAGS[use.setting] == flag_of(option)
@@ -143,7 +143,7 @@ print(json.dumps(found))
 """
 
 
-def test_one_declaration_makes_an_option_known_everywhere():
+def test_one_declaration_adds_an_option_to_flags_variables_files_and_documentation():
     made = subprocess.run(
         [sys.executable, "-c", MADE_UP], cwd=ROOT, capture_output=True, text=True, timeout=240
     )

@@ -56,13 +56,13 @@ def test_single_machine_needs_no_agents():
     assert plan("", elsewhere=True).needed
 
 
-def test_job_without_a_journal_starts_anew_beside_any_file(tmp_path, monkeypatch):
+def test_job_without_a_journal_uses_a_new_secret_beside_any_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "None.secret").touch()
     assert not plan("--fresh").given_secret
 
 
-def test_secret_is_required_if_other_processes_have_it_too(tmp_path):
+def test_secret_is_read_from_a_file_or_a_variable_and_hidden_in_the_repr(tmp_path):
     make_secret_file(str(tmp_path / "s"))
     by_file = plan(f"--etcd a --job x --secret-file {tmp_path / 's'}")
     by_variable = plan("--etcd a --job x", ELASTIC_JOB_SECRET=HEX)
@@ -79,7 +79,7 @@ def test_secret_is_kept_beside_a_journal_for_the_next_driver(tmp_path):
     assert (tmp_path / "j.secret").stat().st_mode & 0o777 == 0o600
 
 
-def test_workers_wait_for_a_driver_if_one_may_follow():
+def test_workers_wait_for_a_driver_when_a_successor_is_possible():
     assert plan("", elsewhere=True).away_s == BOUND_AWAY_S
     assert plan("--etcd a --job x --standby", ELASTIC_JOB_SECRET=HEX).away_s == AWAY_S
     made = plan("--etcd a --job x --standby --driver-timeout 7", ELASTIC_JOB_SECRET=HEX)
@@ -120,7 +120,7 @@ def test_remote_workers_inherit_only_training_variables():
     assert asked["WANDB_MODE"] == "offline" and asked["HOME"] == "/root"
 
 
-def test_pods_are_those_of_the_release_or_of_a_label_selector():
+def test_pods_are_selected_by_the_release_or_a_label_selector():
     secret = {"ELASTIC_JOB_SECRET": HEX}
     found = plan("--kubernetes --job bert", secret)
     assert found.needed and found.agents_come and found.pods is not None

@@ -32,7 +32,7 @@ def flags_of(*command: str, module: bool = False) -> ScriptFlags:
         *((name, "--journal") for name in ("click", "typer", "absl", "dataclass")),
     ],
 )
-def test_flag_when_the_script_parses_it_then_it_is_found(parser, flag, tmp_path):
+def test_flag_when_the_script_parses_the_flag_then_is_found(parser, flag, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(PARSERS[parser])
     found = flags_of("python", "-u", "-X", "dev", str(script))
@@ -44,7 +44,7 @@ def test_flag_when_the_script_parses_it_then_it_is_found(parser, flag, tmp_path)
     ["print(1)\n", "p.add_argument('--lr')  # see elasticrun --journal\n", "journal: 'x' (\n"],
     ids=["no parser", "comment", "syntax error"],
 )
-def test_flag_when_the_script_does_not_parse_it_then_it_is_not_found(text, tmp_path):
+def test_flag_when_the_script_does_not_parse_the_flag_then_is_not_found(text, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(text)
     found = flags_of(str(script))
@@ -60,7 +60,7 @@ def test_flag_when_the_script_does_not_parse_it_then_it_is_not_found(text, tmp_p
         "from pack.deep import run\n",  # which imports pack.options relatively
     ],
 )
-def test_flag_when_an_imported_module_parses_it_then_it_is_found(imports, tmp_path):
+def test_flag_when_an_imported_module_parses_the_flag_then_is_found(imports, tmp_path):
     deep = tmp_path / "pack" / "deep"
     deep.mkdir(parents=True)
     (tmp_path / "options.py").write_text(PARSERS["argparse"])
@@ -72,7 +72,7 @@ def test_flag_when_an_imported_module_parses_it_then_it_is_found(imports, tmp_pa
     assert not flags_of(str(tmp_path / "train.py")).defines("--resume")
 
 
-def test_flag_when_an_installed_package_parses_it_then_few_of_its_modules_are_read(
+def test_flag_when_an_installed_package_parses_the_flag_then_few_of_its_modules_are_read(
     tmp_path, monkeypatch
 ):
     package = tmp_path / "site-packages" / "pack"
@@ -100,7 +100,7 @@ def test_flag_when_a_module_is_run_then_its_source_is_read(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     "text", [None, "from transformers import HfArgumentParser\n", "import tyro\n"]
 )
-def test_flags_when_the_source_does_not_show_them_then_they_are_unknown(text, tmp_path):
+def test_flags_when_absent_from_the_source_then_are_unknown(text, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(text or "")
     assert not flags_of("sleep" if text is None else str(script), "1").known

@@ -70,7 +70,7 @@ def test_torchrun_flags_have_equivalents(line: str, same: str):
     assert found == replace(wanted, **{name: getattr(found, name) for name in theirs})
 
 
-def test_one_worker_per_gpu():
+def test_nproc_per_node_gpu_auto_and_cpu_count_gpus_or_cores():
     assert ours("--nproc-per-node gpu", gpus=3).num_proc == 3
     assert ours("--nproc-per-node auto", gpus=3).num_proc == 3
     assert ours("--nproc-per-node cpu", gpus=3).num_proc == 8

@@ -21,7 +21,9 @@ def listening(monkeypatch):
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_job_when_its_driver_is_stopped_then_it_is_listed(listening, tmp_path, capsys):
+def test_job_when_its_driver_is_stopped_then_is_listed_without_a_response(
+    listening, tmp_path, capsys
+):
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     record = JobRecord("bert", 4711, listening, "00", ["train.py"], began=100.0)
     published = PublishedRecord(environ, record)
@@ -35,7 +37,7 @@ def test_job_when_its_driver_is_stopped_then_it_is_listed(listening, tmp_path, c
     assert json.loads(capsys.readouterr().out) == []
 
 
-def test_job_when_it_ends_during_the_question_then_it_is_not_listed(
+def test_job_when_ended_during_the_query_then_is_not_listed(
     listening, tmp_path, capsys, monkeypatch
 ):
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}

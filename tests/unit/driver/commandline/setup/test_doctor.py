@@ -84,7 +84,7 @@ def test_single_host_needs_no_network_and_a_host_without_gpus_no_nccl():
     assert levels(bare) == {}
 
 
-def test_checks_that_need_torch_are_skipped_without_it():
+def test_checks_that_need_torch_are_skipped_without_torch():
     broken = msgspec.structs.replace(HOST, driver_gpus=0, build=Build(trouble="no torch"))
     assert levels(broken) == {"torch": Level.FAIL, "library": Level.WARN}
 
@@ -107,7 +107,7 @@ def test_output_has_a_line_for_each_check(capsys):
 
 
 @pytest.mark.usefixtures("record_queries")
-def test_unreachable_host_fails_and_the_others_are_checked(capsys, tmp_path, monkeypatch):
+def test_unreachable_host_fails_and_remaining_hosts_are_checked(capsys, tmp_path, monkeypatch):
     (tmp_path / "ssh").write_text(
         "#!/bin/sh\necho 'ssh: connect to host x port 22: refused' >&2\nexit 255\n"
     )
@@ -176,7 +176,7 @@ def test_import_beside_another_horovod_warns_once(tmp_path, monkeypatch, package
     conflicting_packages.warn_of_conflicts(package, str(tmp_path))
 
 
-def test_our_package_has_no_marks_of_the_others():
+def test_package_contains_no_marks_of_conflicting_packages():
     root = Path(__file__).parents[5]
     marks = [
         root / package / mark for package, of in conflicting_packages.MARKS.items() for mark in of

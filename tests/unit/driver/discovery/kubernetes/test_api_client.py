@@ -109,7 +109,7 @@ def test_list_of_several_pages_and_its_version(ask):
     assert then["continue"] == [RECORDED["page 1"]["lines"][0]["metadata"]["continue"]]
 
 
-def test_watch_yields_each_event_until_the_server_ends_it(ask):
+def test_watch_yields_each_event_until_the_server_ends_the_watch(ask):
     api, server = ask("watch")
     events = [*api.events(Resource.PODS, "224")]
     assert [(each["type"], each["object"]["metadata"].get("name")) for each in events] == [
@@ -139,9 +139,7 @@ def test_rejections_contain_the_servers_message(ask, answer, why):
     assert raised.value.why is why and "secret" not in str(raised.value)
 
 
-def test_pod_reads_its_token_for_each_request_and_a_missing_one_is_a_rejection(
-    tmp_path, monkeypatch
-):
+def test_pod_reads_its_token_for_each_request_and_an_empty_token_is_rejected(tmp_path, monkeypatch):
     token, authority = tmp_path / "token", tmp_path / "ca.crt"
     authority.write_text("read when somebody connects")
     where = "kubernetes.config.incluster_config"

@@ -61,12 +61,12 @@ def test_pods_are_added_and_removed():
     assert watched([A], [A, B], [A, B], [B]) == ([[A], [A, B], [B]], [])
 
 
-def test_order_is_numerical_and_existing_hosts_keep_it():
+def test_order_is_numerical_and_existing_hosts_keep_their_order():
     lists, _ = watched([C, B], [A, C, B], [C, A, B], [D, C, B, A], [D, A, B])
     assert lists == [[B, C], [B, C, A], [B, C, A, D], [B, A, D]]
 
 
-def test_failing_name_server_changes_nothing():
+def test_failing_name_server_does_not_change_the_hosts():
     assert watched([A, B], LATE, LATE, NOT_KNOWN, [B, A], [A]) == (
         [[A, B], [A]],
         [
@@ -84,7 +84,7 @@ def test_failing_name_server_changes_nothing():
     )
 
 
-def test_answer_without_pods_changes_nothing():
+def test_answer_without_pods_does_not_change_the_hosts():
     lists, log = watched([A], [], [], [A])
     assert lists == [[A]]
     recorded("log", [text for _, text in log])

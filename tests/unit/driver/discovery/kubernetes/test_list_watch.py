@@ -133,7 +133,7 @@ def test_invalid_events_and_client_errors_are_failures():
     assert "KeyError" in str(updates[0].error)
 
 
-def test_nothing_is_reported_after_close():
+def test_no_change_is_reported_after_close():
     updates: list[Any] = []
     cluster = create_autospec(ApiClient, instance=True)
     watching = ListWatch(cluster, Resource.NODES, updates.append)

@@ -202,7 +202,7 @@ def test_missing_permission_to_watch_nodes_is_logged_once():
     recorded("log", stage.log)
 
 
-def test_outage_of_the_api_server_changes_nothing():
+def test_outage_of_the_api_server_does_not_change_the_hosts():
     stage = Stage(pod("w-0", A))
 
     async def play() -> None:

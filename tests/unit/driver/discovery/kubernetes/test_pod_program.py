@@ -22,7 +22,7 @@ def a_pod(command: list[str] | None, args: list[str] | None) -> Any:
     return {"metadata": {"name": "bert-node-0-0-x7k2p"}, "spec": {"containers": [container]}}
 
 
-def test_program_is_what_follows_the_first_two_dashes():
+def test_program_follows_the_first_two_dashes():
     assert program_of(a_pod(AGENT, ["python", "t.py", "--", "x"])) == ["python", "t.py", "--", "x"]
     assert program_of(a_pod([*AGENT, "python"], ["t.py"])) == ["python", "t.py"]
     assert program_of(a_pod(None, [*AGENT, "python"])) == ["python"]

@@ -15,7 +15,7 @@ def of(*objects, slots=None):
     return pods
 
 
-def test_pod_is_a_host_while_it_runs():
+def test_pod_is_a_host_only_while_running():
     pods = of(pod("w-0", phase="Pending"))
     assert pods.hosts(0) == {}
     pods.changed(pod("w-0", A, phase="Pending"), deleted=False)
@@ -43,7 +43,7 @@ def test_slots_are_the_gpus_or_one_or_the_given_number():
     assert of(pod("w-0", A, gpus=8), pod("w-1", B), slots=2).hosts(0) == {A: 2, B: 2}
 
 
-def test_hosts_keep_their_order_and_new_ones_follow_by_number():
+def test_hosts_keep_their_order_and_new_ones_are_sorted_by_number():
     pods = of(pod("w-10", C), pod("w-9", B))
     assert list(pods.hosts(0)) == [B, C]
     pods.changed(pod("w-0", A), deleted=False)
@@ -119,7 +119,7 @@ def test_earliest_of_several_ends_counts():
         ("VMEventScheduled", "True", "False", "Azure scheduled maintenance"),
     ],
 )
-def test_condition_of_a_node_is_an_end_until_it_is_healthy(condition, problem, healthy, text):
+def test_condition_of_a_node_is_an_end_until_healthy(condition, problem, healthy, text):
     pods = of(pod("w-0", A))
     for status in ("Unknown", healthy):
         pods.nodes_listed([node("n1", conditions={condition: status})], 0)
@@ -139,7 +139,7 @@ def test_condition_of_a_node_is_an_end_until_it_is_healthy(condition, problem, h
         node("n1", conditions={"example.com/NetworkReady": "False"}),
     ],
 )
-def test_requested_taints_and_conditions_end_a_node_and_others_do_not(tainted):
+def test_only_requested_taints_and_conditions_end_a_node(tainted):
     requested = (
         "node.kubernetes.io/unschedulable",
         "DeletionCandidateOfClusterAutoscaler",
@@ -155,7 +155,7 @@ def test_requested_taints_and_conditions_end_a_node_and_others_do_not(tainted):
     assert found == [set(), {A}]
 
 
-def test_healthy_requested_condition_ends_nothing():
+def test_healthy_requested_condition_ends_no_host():
     pods = Pods(notices=("XIDErrors", "example.com/NetworkReady"))
     pods.listed([pod("w-0", A)])
     healthy = {"XIDErrors": "False", "example.com/NetworkReady": "True"}
@@ -163,7 +163,7 @@ def test_healthy_requested_condition_ends_nothing():
     assert pods.endings(0) == {}
 
 
-def test_cordon_and_other_taints_end_nothing():
+def test_cordon_and_unrelated_taints_end_no_host():
     pods = of(pod("w-0", A))
     pods.nodes_listed([node("n1", cordoned=True, taints=("nvidia.com/gpu", "dedicated"))], 0)
     assert pods.hosts(0) == {A: 1} and pods.endings(0) == {}
@@ -202,7 +202,7 @@ def condition(kind, reason, status="True"):
     return {"type": kind, "status": status, "reason": reason}
 
 
-def test_gated_pod_is_queued_until_kueue_admits_it():
+def test_gated_pod_is_queued_until_kueue_admits_the_pod():
     pods = of(pod("w-0", A), pod("w-1", phase="Pending", gates=(KUEUE_GATE,)))
     pods.changed(pod("w-2", phase="Pending", gates=("example.com/other",)), deleted=False)
     assert pods.queued() == 1 and pods.hosts(0) == {A: 1}
@@ -226,12 +226,12 @@ def test_gated_pod_that_is_deleted_is_not_queued():
         ((condition("DisruptionTarget", "PreemptionByScheduler", "False"),), "Kubernetes deletes"),
     ],
 )
-def test_end_of_a_pod_names_what_ends_it(conditions, by):
+def test_end_of_a_pod_names_its_cause(conditions, by):
     pods = of(pod("w-0", A, ends_at=130, conditions=conditions))
     assert pods.endings(100) == {A: PodEnding(f"{by} pod w-0", 130)}
 
 
-def test_disruption_without_deletion_is_an_end_until_it_is_withdrawn():
+def test_disruption_without_deletion_is_an_end_until_withdrawn():
     shutdown = condition("DisruptionTarget", "TerminationByKubelet")
     pods = of(pod("w-0", A, conditions=(shutdown,)))
     assert pods.endings(100) == {A: PodEnding("the kubelet terminates pod w-0", None)}

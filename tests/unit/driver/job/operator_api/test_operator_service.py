@@ -140,7 +140,7 @@ async def test_request_becomes_an_event_and_its_answer_is_returned(tmp_path):
         ]
 
 
-async def test_excessive_number_of_workers_starts_none(tmp_path):
+async def test_excessive_number_of_workers_starts_no_worker(tmp_path):
     async with running(tmp_path) as job:
         own = OwnSlots({"h": 4})
         about = create_autospec(DriverJob, instance=True)
@@ -240,7 +240,7 @@ async def test_control_characters_from_workers_and_names_are_escaped(tmp_path, c
         assert "\x1b" not in printed
 
 
-async def test_stacks_are_those_written_after_the_request(tmp_path, monkeypatch):
+async def test_stacks_are_only_the_ones_written_after_the_request(tmp_path, monkeypatch):
     monkeypatch.setattr(operator_service, "QUIET_S", 0.0)
     monkeypatch.setattr(operator_service, "STACKS_S", 0.2)
     async with running(tmp_path) as job:
@@ -308,7 +308,7 @@ async def test_stop_names_the_requester(tmp_path):
         recorded("messages", reason, f"(process {os.getpid()})")
 
 
-async def test_request_when_it_arrives_then_the_log_names_its_user_and_process(tmp_path):
+async def test_request_when_received_then_the_log_names_its_user_and_process(tmp_path):
     async with running(tmp_path) as job:
         assert (await job.ask(messages.AskScale, 3)).done
         [line] = job.lines
@@ -316,12 +316,12 @@ async def test_request_when_it_arrives_then_the_log_names_its_user_and_process(t
 
 
 @pytest.mark.parametrize("name", ["ann@gpu1:4242:67cc5e4b", "ann@gpu1:67cc5e4b", "67cc5e4b", ""])
-def test_requester_when_it_is_shown_then_without_the_random_part(name):
+def test_requester_when_shown_then_without_its_random_part(name):
     assert "67cc5e4b" not in operator_service.shown(name) or name == "67cc5e4b"
     assert ("4242" in operator_service.shown(name)) == ("4242" in name)
 
 
-async def test_stop_when_commits_are_in_memory_only_then_the_answer_counts_them(tmp_path):
+async def test_stop_when_commits_are_in_memory_only_then_the_answer_counts_the_lost_ones(tmp_path):
     async with running(tmp_path) as job:
         none = (await job.ask(messages.AskStop)).text
         job.page.model.view.commits = 7
@@ -399,7 +399,7 @@ def record(name: str, port: int, journal: str = "") -> JobRecord:
     return JobRecord(name, os.getpid(), f"127.0.0.1:{port}", "00", [], journal, float(port))
 
 
-def test_jobs_are_found_by_name_process_and_journal_or_alone(tmp_path):
+def test_jobs_are_found_by_name_process_and_journal_or_as_the_only_one(tmp_path):
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     with raises(Invalid):
         find_job("", environ)
@@ -445,7 +445,7 @@ def test_record_of_a_killed_driver_is_removed(tmp_path):
     assert records(environ) == [] and not left.path.exists()
 
 
-def test_folder_accessible_to_others_is_not_used(tmp_path):
+def test_folder_accessible_to_other_users_is_not_used(tmp_path):
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     runtime_folder(environ).mkdir(mode=0o700)
     runtime_folder(environ).chmod(0o755)

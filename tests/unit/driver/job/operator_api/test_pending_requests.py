@@ -21,7 +21,7 @@ A, B, C = worker("a:0"), worker("b:0"), worker("b:1")
         (RemoveRequested(1, B), [A, B], [A]),
     ],
 )
-def test_request_when_the_world_complies_then_it_is_done_once(request_, before, after):
+def test_request_when_the_world_complies_then_is_done_once(request_, before, after):
     pending = PendingRequests()
     pending.accept(request_, before, 10.0)
     assert not pending.met(before, 11.0)
@@ -33,13 +33,13 @@ def test_request_when_the_world_complies_then_it_is_done_once(request_, before, 
 @pytest.mark.parametrize(
     "request_", [ScaleRequested(1, 2), DrainRequested(1, "c"), DrainRequested(1, "a", True)]
 )
-def test_request_when_it_changes_no_world_then_nothing_follows(request_):
+def test_request_when_the_world_already_complies_then_no_line_follows(request_):
     pending = PendingRequests()
     pending.accept(request_, [A, B], 10.0)
     assert not pending.met([A, B], 11.0)
 
 
-def test_request_when_another_one_replaces_it_then_only_the_later_one_is_done():
+def test_request_when_replaced_by_a_later_one_then_only_the_later_one_is_done():
     pending = PendingRequests()
     for request in (
         *(ScaleRequested(1, 3), ScaleRequested(2, 1)),

@@ -53,7 +53,7 @@ def test_frozen_worker_is_killed_once_and_later_reports_are_ignored():
     assert talk.tell(frozen("h:2"), thawed("h:2")) == []
 
 
-def test_ready_worker_is_running_whatever_its_agent_reported_last():
+def test_ready_worker_counts_as_running_despite_an_older_agent_report():
     """The worker was continued between two samples of its agent, so its message arrives first."""
     talk = MembershipConversation(np=2)
     talk.tell(hosts(h=2))
@@ -112,7 +112,7 @@ def test_worker_frozen_during_a_planned_change_is_killed(phase):
     assert worker("h:2") in broken.members
 
 
-def test_worker_frozen_after_it_returned_is_handled_while_others_train():
+def test_worker_frozen_after_its_return_is_killed_while_members_train():
     talk = running(3)
     talk.tell(returned("h:2", 2))
     assert names(talk.tell(frozen("h:2")), KillWorker) == ["h:2#1"]
@@ -137,7 +137,7 @@ def test_frozen_starting_worker_is_awaited_as_any_starting_worker():
     assert names(actions, KillWorker) == ["h:2#1"] and has(PublishWorld, actions)
 
 
-def test_frozen_ready_worker_is_killed_before_the_others_train_with_it():
+def test_frozen_ready_worker_is_killed_before_a_world_includes_the_worker():
     talk = MembershipConversation(np=3)
     talk.tell(hosts(h=3))
     talk.connect("h:0", "h:1", "h:2")
@@ -238,7 +238,7 @@ def test_workers_asked_to_leave_keep_their_time_limit():
 # ---- unreachable --------------------------------------------------------------------------------
 
 
-def test_worker_whose_host_acknowledges_nothing_is_killed_at_once():
+def test_worker_whose_host_acknowledges_no_message_is_killed_at_once():
     talk = running(3)
     actions = talk.tell(disconnected("h:2", silent=True))
     assert the(KillWorker, actions).reason == because(ReasonKind.CUT_OFF)

@@ -84,7 +84,7 @@ def test_hang_is_blamed_on_ranks_after_a_limit(ranks, after_s, hang, blamed):
         (ENDED, ENDED, ENDED, ENDED),
     ],
 )
-def test_rank_that_has_not_launched_excuses_all_ranks_here(ranks):
+def test_rank_that_has_not_launched_excuses_all_launched_ranks(ranks):
     assert judge(group(*ranks, for_s=10_000), SETTINGS, 3) is None
 
 
@@ -95,7 +95,7 @@ def test_absent_rank_may_work_on_its_host_without_limit():
     assert judge(there[:3], SETTINGS, 3) is None
 
 
-def test_slower_gpu_gets_the_same_time_again_as_the_others_took():
+def test_slower_gpu_gets_up_to_twice_the_time_of_the_remaining_ranks():
     """Steps of a minute, launched within a second: the slowest GPU may take twice as long as the others."""
     ranks = (WAITS, WAITS, WAITS, HANGS)
     assert judge(group(*ranks, for_s=59, took_s=60), SETTINGS, 0) is None
@@ -179,7 +179,7 @@ def report_repeatedly(talk: MembershipConversation, *ranks, for_s: float) -> lis
     return actions
 
 
-def test_worker_with_a_hung_gpu_is_killed_and_the_others_continue():
+def test_worker_with_a_hung_gpu_is_killed_and_members_continue():
     talk = running(4)
     actions = report_repeatedly(talk, WAITS, HANGS, WAITS, WAITS, for_s=16)
     assert names(actions, KillWorker) == ["h:1#1"]

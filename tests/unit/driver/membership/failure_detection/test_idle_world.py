@@ -66,7 +66,7 @@ def test_idle_world_is_not_reported_before_the_first_progress_report():
 
 
 @pytest.mark.parametrize("entered", [False, True])
-def test_progress_when_no_worker_has_entered_elastic_run_then_it_is_logged_once(entered):
+def test_progress_when_no_worker_has_entered_elastic_run_then_is_logged_once(entered):
     talk = running(2, workers_min=1) if entered else started(2, workers_min=1)
     assert talk.m.prepares is not entered
     generation = talk.m.generation
@@ -92,7 +92,7 @@ def test_idle_limit_grows_with_the_length_of_steps():
 
 
 @pytest.mark.parametrize("case", ["one waits", "long phase"])
-def test_idle_world_is_not_reported_if_another_check_explains_it(case):
+def test_idle_world_is_not_reported_when_another_check_explains_the_wait(case):
     talk = trained()
     talk.tell(inside("h:0", 2) if case == "one waits" else outside("h:0", 2, phase="evaluation"))
     assert not any(

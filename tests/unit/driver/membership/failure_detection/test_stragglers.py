@@ -29,14 +29,14 @@ from harness.conversation import (
 from harness.golden import recorded
 
 
-def test_worker_that_never_waits_while_the_others_do_is_named():
+def test_worker_that_never_waits_while_all_peers_do_is_named():
     talk = running(4)
     assert talk.tell(paced("h:0", 2, 0.7), paced("h:1", 2, 0.6), paced("h:3", 2, 0.65)) == []
     recorded("log", said(talk.tell(paced("h:2", 2, 0.02))))
     assert talk.m.stragglers == {worker("h:2")}
 
 
-def test_straggler_is_named_once_until_it_changes():
+def test_straggler_is_named_once_until_another_worker_is_slow():
     talk = running(3)
     round_of = [paced("h:0", 2, 0.6), paced("h:1", 2, 0.6), paced("h:2", 2, 0.01)]
     assert "h:2#1" in said(talk.tell(*round_of))
@@ -90,7 +90,7 @@ def test_single_worker_is_never_a_straggler():
     st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), max_size=40),
     st.sampled_from([0.0, 0.3, 0.5, 0.9]),
 )
-def test_speed_when_workers_report_then_it_is_that_of_the_median_of_the_others(reports, factor):
+def test_speed_when_workers_report_then_is_relative_to_the_median_of_their_peers(reports, factor):
     size = 6
     found = Stragglers(size, factor)
     last: dict[int, float] = {}
@@ -109,7 +109,7 @@ def test_speed_when_workers_report_then_it_is_that_of_the_median_of_the_others(r
         assert found.named == {Worker("h", each) for each in slow}
 
 
-def test_straggler_when_its_speed_is_near_the_factor_then_it_is_named_once():
+def test_straggler_when_its_speed_is_near_the_factor_then_is_named_once():
     found = Stragglers(3, 0.5)
     for other in (1, 2):
         found.paced(Worker("h", other), 0.55, 1.0)
@@ -134,7 +134,7 @@ def reports(talk: MembershipConversation, slow: str = "h:1", share: float = 0.0)
     )
 
 
-def test_straggler_when_it_lasts_and_a_standby_is_ready_then_it_is_replaced_at_a_commit():
+def test_straggler_when_persistent_and_a_standby_is_ready_then_is_replaced_at_a_commit():
     talk = slow_world(replace_stragglers=True)
     assert not has(PrepareChange, reports(talk))
     assert has(PrepareChange, [*reports(talk), *talk.wait(1.0)])
@@ -148,7 +148,7 @@ def test_straggler_when_it_lasts_and_a_standby_is_ready_then_it_is_replaced_at_a
 @pytest.mark.parametrize(
     ("replaces", "standby", "share"), [(False, True, 0.0), (True, False, 0.0), (True, True, 0.6)]
 )
-def test_straggler_when_it_is_not_to_be_replaced_then_the_world_stays(replaces, standby, share):
+def test_straggler_when_not_to_be_replaced_then_the_world_stays(replaces, standby, share):
     talk = slow_world(replace_stragglers=replaces)
     if not standby:
         talk.tell(exited("h:3"))
@@ -156,14 +156,14 @@ def test_straggler_when_it_is_not_to_be_replaced_then_the_world_stays(replaces, 
         assert not has(PrepareChange, [*reports(talk, share=share), *talk.wait(1.0)])
 
 
-def test_straggler_when_it_is_in_a_long_phase_then_it_is_not_named():
+def test_straggler_when_in_a_long_phase_then_is_not_named():
     talk = running(3)
     talk.tell(WorkerProgressed(worker("h:1"), 2, 5, phase="checkpoint"))
     reports(talk)
     assert not talk.m.stragglers
 
 
-def test_straggler_when_the_factor_is_zero_then_none_is_named():
+def test_straggler_when_the_factor_is_zero_then_no_worker_is_named():
     talk = running(3, straggler_factor=0.0)
     reports(talk)
     assert not talk.m.stragglers
@@ -178,6 +178,6 @@ def test_straggler_when_the_factor_is_zero_then_none_is_named():
         {"replace_stragglers": True, "standbys": 1, "straggler_factor": 0.0},
     ],
 )
-def test_settings_when_stragglers_could_not_be_replaced_then_they_are_refused(settings):
+def test_settings_when_stragglers_could_not_be_replaced_then_are_refused(settings):
     with pytest.raises(Invalid):
         Settings(np=2, workers_min=1, workers_max=2, elastic=True, **settings)

@@ -83,7 +83,7 @@ def probed(actions: list) -> list[list[str]]:
 # ---- probes -------------------------------------------------------------------------------------
 
 
-def test_no_worker_is_probed_if_none_waits():
+def test_no_worker_is_probed_while_all_progress():
     assert running(4).wait(10_000) == []
 
 
@@ -195,7 +195,7 @@ def test_activity_restarts_the_idle_limit():
 
 
 @pytest.mark.slow
-def test_nothing_happens_without_probe_results():
+def test_no_worker_is_killed_without_probe_results():
     talk = waiting()
     assert not has(KillWorker, talk.wait(10_000))
 
@@ -354,7 +354,7 @@ def test_time_limit_starts_with_the_last_rank_to_wait():
     recorded("log", said(talk.wait(2)))
 
 
-def test_all_ranks_in_one_collective_are_not_the_scripts_fault():
+def test_all_ranks_in_one_collective_do_not_blame_the_script():
     talk = running(2)
     talk.tell(inside("h:0", 2), inside("h:1", 2))
     recorded("log", said(talk.wait(100)))
@@ -451,7 +451,7 @@ def test_no_member_is_blamed_before_the_first_has_stopped():
 # ---- at the end ---------------------------------------------------------------------------------
 
 
-def test_idle_worker_is_stuck_when_the_others_have_returned():
+def test_idle_worker_is_stuck_when_all_peers_have_returned():
     talk = running(3)
     talk.works("h:2")
     talk.tell(returned("h:0", 2), returned("h:1", 2))
@@ -468,7 +468,7 @@ def test_worker_that_still_evaluates_is_not_stuck():
     assert not has(KillWorker, talk.wait(3500))
 
 
-def test_worker_waiting_in_a_collective_for_returned_ones_is_stuck():
+def test_worker_waiting_in_a_collective_for_returned_ranks_is_stuck():
     talk = running(3)
     talk.tell(returned("h:0", 2), returned("h:1", 2), inside("h:2", 2, "accuracy"))
     end = the(EndJob, talk.wait(31))
@@ -491,7 +491,7 @@ def test_stuck_worker_in_the_world_of_init():
     assert names(talk.wait(571), KillWorker) == ["h:2#1"]
 
 
-def test_worker_that_exited_too_early_is_named_when_all_others_wait():
+def test_worker_that_exited_too_early_is_named_when_all_remaining_workers_wait():
     talk = static(3)
     talk.tell(exited("h:1", 0))
     talk.tell(inside("h:0", 1), inside("h:2", 1))
@@ -656,7 +656,7 @@ def test_runnable_worker_without_cpu_time_is_not_idle():
         talk.tell(WorkerProbed(worker("h:2"), cpu_s=0.0, io_bytes=0, state="R"))
 
 
-def test_no_other_worker_is_named_missing_while_the_missing_one_is_killed():
+def test_no_second_worker_is_named_while_the_missing_one_is_killed():
     talk = waiting(idle_s=6)
     talk.works("h:2", cpu=0.0)
     text = said(talk.wait(7.5))

@@ -52,7 +52,7 @@ class Look:
         return f"{what}; {end}" if end else what
 
 
-def test_one_probe_gives_no_verdict():
+def test_single_probe_gives_no_verdict():
     look = Look()
     assert look.probe(0.0) is Next.NOTHING
     assert look.it.verdict is Verdict.UNKNOWN

@@ -48,7 +48,7 @@ def given_up(actions: list[Any]) -> list[str]:
     return [each.host for each in actions if isinstance(each, GiveUpHost)]
 
 
-def test_silent_host_is_lost_after_a_lease_if_all_others_wait_for_it():
+def test_unresponsive_host_is_lost_after_a_lease_when_all_other_workers_wait():
     talk = on_hosts(1, 1, 2)
     began = talk.now
     talk.wait(1.0)

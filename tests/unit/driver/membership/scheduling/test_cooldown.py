@@ -69,7 +69,7 @@ def test_slots_are_used_once_each_in_the_order_of_the_list():
     assert s.start(("a", 0)) == Worker("a", 0, 2)
 
 
-def test_left_slots_are_used_only_if_there_are_too_few_or_they_are_listed_again():
+def test_slots_left_by_workers_are_used_only_when_too_few_remain_or_listed_again():
     s = slots(a=2)
     s.leave(("a", 0))
     assert s.free({}, 0.0, short=False) == [("a", 1)]

@@ -22,14 +22,14 @@ from harness.conversation import worker
 A, B, C, D = (worker(name) for name in ("h1:0", "h1:1", "h2:0", "h2:1"))
 
 
-def test_holders_of_the_newest_commit_come_first_in_their_old_order():
+def test_holders_of_the_newest_commit_are_ordered_first_in_their_old_order():
     commits = {A: Commit(2, 6), B: None, C: Commit(2, 7), D: Commit(2, 7)}
     arrangement = arrange([A, B, C, D], [], commits)
     assert arrangement.order == [C, D, A, B]
     assert (arrangement.holders, arrangement.commit) == (2, Commit(2, 7))
 
 
-def test_commit_of_a_later_generation_is_newer_whatever_its_number():
+def test_commit_of_a_later_generation_is_newer_for_any_number():
     assert arrange([A, B], [], {A: Commit(2, 99), B: Commit(3, 0)}).order == [B, A]
 
 
@@ -64,7 +64,7 @@ def test_places_count_within_world_host_and_across_hosts():
     ]
 
 
-def test_next_place_is_the_last_one():
+def test_next_place_is_the_last_place():
     assert next_place([C, A, B], D) == places([C, A, B, D])[-1]
     assert next_place([], A) == places([A])[0]
 
@@ -92,12 +92,12 @@ def going(composition: Composition) -> list[Worker]:
     return [s.worker for s in composition.leaving]
 
 
-def test_leaving_worker_goes_if_a_staying_one_holds_the_same_commit():
+def test_leaving_worker_is_released_when_a_staying_one_holds_the_same_commit():
     made = composed([record(A, leaving="SIGTERM"), record(B)])
     assert going(made) == [A] and made.arrangement.order == [B]
 
 
-def test_leaving_worker_stays_if_it_alone_holds_the_newest_commit():
+def test_leaving_worker_stays_when_no_other_worker_holds_the_newest_commit():
     commits = {A: Commit(2, 6), B: Commit(2, 5)}
     made = composed([record(A, leaving="SIGTERM"), record(B)], commits=commits)
     assert going(made) == [] and made.arrangement.order == [A, B]
@@ -108,7 +108,7 @@ def test_worker_of_an_unlisted_host_waits_for_a_replacement_but_not_after_sigter
     assert going(composed([record(A), record(B, leaving="SIGTERM")], low=2)) == [B]
 
 
-def test_first_world_takes_the_layout_of_its_source_and_rejects_others():
+def test_first_world_has_the_layout_of_its_source_and_rejects_different_ones():
     odd = record(B)
     odd.layout = "y"
     made = composed([record(A), odd, record(C)], commits={A: None})

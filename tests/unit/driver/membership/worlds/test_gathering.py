@@ -74,7 +74,7 @@ def test_script_that_never_calls_init_is_reported_after_the_start_and_less_often
         recorded("log", line)
 
 
-def test_worker_that_is_late_in_init_is_counted_apart_from_those_that_wait():
+def test_worker_late_in_init_is_counted_apart_from_waiting_ones():
     talk = MembershipConversation(np=2, start_timeout_s=100)
     talk.tell(hosts(h=2))
     talk.connect("h:0")

@@ -83,7 +83,7 @@ def test_workers_beyond_the_maximum_wait_as_spares():
     assert order(the(PublishWorld, talk.ready("h:0", commit=(2, 2)))) == ["h:0#1", "g:0#1"]
 
 
-def test_newcomer_that_dies_while_all_stop_costs_a_short_pause():
+def test_newcomer_that_dies_while_members_stop_costs_a_short_pause():
     talk = joining()
     talk.tell(checked("h:0", 2, 3), checked("h:1", 2, 3))
     talk.tell(exited("h:2"))
@@ -177,7 +177,7 @@ def test_worker_leaves_while_the_survivors_gather():
     assert sorted(names(actions, LetGo)) == ["h:1#1", "h:2#1"]
 
 
-def test_only_holder_of_the_newest_commit_stays_until_it_is_copied():
+def test_only_holder_of_the_newest_commit_stays_until_copied():
     talk = running(3)
     talk.tell(exited("h:0"))
     talk.tell(leaving("h:1"), ready("h:1", 2, (2, 6)))
@@ -190,7 +190,7 @@ def test_only_holder_of_the_newest_commit_stays_until_it_is_copied():
     assert names(actions, LetGo) == ["h:1#1"]
 
 
-def test_last_worker_hands_the_state_over_when_all_are_asked_to_leave():
+def test_last_worker_hands_over_the_state_when_all_are_asked_to_leave():
     talk = running(3, workers_min=2)
     talk.tell(*(leaving(f"h:{n}") for n in range(3)))
     actions = talk.stop_all()
@@ -229,14 +229,14 @@ def test_leaving_newcomers_are_released_at_once():
 # ---- listed and unlisted hosts ------------------------------------------------------------------
 
 
-def test_host_unlisted_for_less_than_a_second_changes_nothing():
+def test_host_unlisted_for_less_than_a_second_has_no_effect():
     talk = running(4)
     assert has(PrepareChange, talk.tell(hosts(h=3)))
     assert has(CallOffChange, talk.tell(hosts(h=4)))
     assert talk.wait(100) == []
 
 
-def test_host_listed_again_after_its_worker_was_released_starts_a_new_one():
+def test_host_listed_again_after_its_worker_was_released_starts_a_new_worker():
     talk = running(4)
     talk.tell(hosts(h=3))
     assert names(talk.stop_all(), LetGo) == ["h:3#1"]
@@ -257,7 +257,7 @@ def test_host_is_replaced():
     assert order(the(PublishWorld, actions)) == ["g:0#1", "g:1#1"]
 
 
-def test_empty_list_stops_nothing():
+def test_empty_host_list_stops_no_worker():
     talk = running(4)
     assert talk.tell(hosts()) == []
     assert talk.wait(10_000) == []

@@ -86,7 +86,7 @@ def test_last_worker_may_exit_slowly():
     assert end.reason == all_lost({"h:0#1": "exit code 0", "h:1#1": "exit code 0"})
 
 
-def test_exit_after_the_others_returned_is_not_their_failure():
+def test_exit_after_peers_returned_is_not_a_failure_of_the_peers():
     talk = running(2)
     talk.tell(returned("h:0", 2))
     actions = talk.tell(has_quit("h:1", 2, 0))
@@ -94,7 +94,7 @@ def test_exit_after_the_others_returned_is_not_their_failure():
     recorded("log", said(actions))
 
 
-def test_reports_of_an_exit_that_change_nothing():
+def test_repeated_outdated_and_unknown_exit_reports_are_ignored():
     talk = running(3)
     assert talk.tell(has_quit("h:1", 1)) == [], "of an older world"
     assert talk.tell(has_quit("h:7", 2)) == [], "nobody knows it"
@@ -367,7 +367,7 @@ def test_static_workers_under_elastic_run():
     recorded("messages", (end.code, str(end.reason)))
 
 
-def test_worker_waiting_in_init_for_one_that_exited_is_released():
+def test_worker_waiting_in_init_for_an_exited_one_is_released():
     talk = static(2)
     talk.tell(ready("h:0", 1, running=False))
     end = the(EndJob, talk.tell(exited("h:1", 0)))
@@ -423,7 +423,7 @@ def test_reported_failure_is_settled_once_all_reporters_are_in_a_new_world():
     assert not search.settled([second, first])
 
 
-def test_first_worker_that_cannot_begin_ends_the_job_if_none_can():
+def test_first_worker_that_cannot_resume_from_the_checkpoint_ends_the_job():
     """The checkpoint belongs to another script, so all other workers, even restarted ones, would fail as well."""
     talk = MembershipConversation(np=3)
     talk.tell(hosts(h=3))

@@ -34,12 +34,12 @@ def test_report_of_a_sharded_world_adds_up_rows_and_counts_hosts_with_copies():
     assert reported(PARTS).shards == wanted
 
 
-def test_copy_hosts_are_those_of_the_shard_with_the_fewest():
+def test_copy_hosts_are_counted_for_the_shard_with_the_fewest_copies():
     part = ShardsPlaced(4, 3, (), restored=Commit(3, 7), rows=RowBytes(100))
     shards = reported(PARTS | {"b:1": part}).shards
     assert shards is not None and shards.copy_hosts == 0
 
 
 @pytest.mark.parametrize("missing", [["a:0"], list(PARTS)])
-def test_report_without_parts_of_all_members_has_none(missing):
+def test_report_without_parts_of_all_members_has_no_shards(missing):
     assert reported(PARTS | dict.fromkeys(missing)).shards is None

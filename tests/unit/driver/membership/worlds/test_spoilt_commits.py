@@ -45,7 +45,7 @@ def doubts(actions: list) -> list[tuple[ReasonKind, dict]]:
     return [(each.kind, each.facts) for each in found if each.kind in kinds]
 
 
-def test_world_when_a_worker_was_wrong_then_it_begins_with_the_commit_from_before_its_first_step():
+def test_world_when_a_worker_was_wrong_then_begins_with_the_commit_from_before_its_first_step():
     talk = on_two_hosts()
     outvoted(talk)
     actions = again(talk, dict.fromkeys(SOUND, ((2, 70), (2, 0), (2, 40))))
@@ -58,7 +58,7 @@ def test_world_when_a_worker_was_wrong_then_it_begins_with_the_commit_from_befor
     assert recovered.back_to == 20
 
 
-def test_world_when_no_copy_is_old_enough_then_it_begins_with_the_oldest_one_and_says_so():
+def test_world_when_no_copy_is_old_enough_then_begins_with_the_oldest_one_and_reports_this():
     talk = on_two_hosts()
     outvoted(talk)
     held = dict.fromkeys(SOUND, ((2, 70), (2, 20), (2, 40)))
@@ -70,7 +70,7 @@ def test_world_when_no_copy_is_old_enough_then_it_begins_with_the_oldest_one_and
     assert kind is ReasonKind.WENT_BACK and not facts["whole"]
 
 
-def test_world_when_there_is_no_copy_then_it_begins_with_the_newest_commit_and_says_so():
+def test_world_when_no_older_copy_exists_then_begins_with_the_newest_commit_and_reports_this():
     talk = on_two_hosts()
     outvoted(talk)
     actions = again(talk, dict.fromkeys(SOUND, ((2, 70),)))
@@ -78,7 +78,7 @@ def test_world_when_there_is_no_copy_then_it_begins_with_the_newest_commit_and_s
     assert [kind for kind, _ in doubts(actions)] == [ReasonKind.NOT_WENT_BACK]
 
 
-def test_world_when_all_gradients_were_compared_then_it_begins_with_the_newest_commit():
+def test_world_when_all_gradients_were_compared_then_begins_with_the_newest_commit():
     talk = on_two_hosts()
     outvoted(talk, complete=True)
     actions = again(talk, dict.fromkeys(SOUND, ((2, 70), (2, 0))))
@@ -104,7 +104,7 @@ def test_world_when_the_wrong_worker_joined_later_then_steps_before_that_are_kep
     assert doubts(actions)[0][1]["whole"]
 
 
-def test_world_when_the_one_before_broke_before_all_had_the_older_commit_then_it_begins_so_too():
+def test_world_after_a_break_before_all_restored_the_older_commit_begins_with_that_commit():
     talk = on_two_hosts()
     outvoted(talk)
     again(talk, dict.fromkeys(SOUND, ((2, 70), (2, 0), (2, 40))))
@@ -117,7 +117,7 @@ def test_world_when_the_one_before_broke_before_all_had_the_older_commit_then_it
     assert (world.commit, world.holders) == (Commit(2, 0), 2)
 
 
-def test_world_when_the_repeated_steps_are_committed_then_it_begins_with_the_newest_commit():
+def test_world_when_the_repeated_steps_are_committed_then_begins_with_the_newest_commit():
     talk = on_two_hosts()
     outvoted(talk)
     again(talk, dict.fromkeys(SOUND, ((2, 70), (2, 0), (2, 40))))
@@ -128,7 +128,7 @@ def test_world_when_the_repeated_steps_are_committed_then_it_begins_with_the_new
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_world_when_it_begins_with_an_older_commit_then_a_checkpoint_replaces_newer_ones(durable):
+def test_world_that_begins_with_an_older_commit_replaces_newer_checkpoints(durable):
     talk = on_two_hosts(durable=durable)
     outvoted(talk)
     actions = again(talk, dict.fromkeys(SOUND, ((2, 70), (2, 0))))

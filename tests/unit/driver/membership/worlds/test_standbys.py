@@ -52,7 +52,7 @@ def test_standby_is_not_started_before_there_is_a_world():
     assert names(talk.resume()) == ["h:2#1"]
 
 
-def test_start_of_a_standby_is_logged_as_such():
+def test_start_of_a_standby_is_logged_with_its_reason():
     talk = running(2, workers_min=1, standbys=1)
     start = the(events.StartWorker, talk.tell(hosts(h=3)))
     assert start.reason == because(ReasonKind.TO_STAND_BY)
@@ -70,21 +70,21 @@ def test_two_losses_with_one_standby_make_a_smaller_world():
     assert order(world) == ["h:0#1", "h:3#1"]
 
 
-def test_dead_standby_breaks_nothing_and_is_replaced():
+def test_dead_standby_breaks_no_world_and_is_replaced():
     talk = with_standby()
     actions = talk.tell(exited("h:2"))
     assert not has(events.BreakWorld, actions) and not has(events.PrepareChange, actions)
     assert names(talk.wait(2)) == ["h:2#2"]
 
 
-def test_frozen_standby_is_killed_and_the_others_continue():
+def test_frozen_standby_is_killed_without_breaking_the_world():
     talk = with_standby()
     actions = talk.tell(frozen("h:2")) + talk.wait(3)
     assert the(events.KillWorker, actions).worker == worker("h:2")
     assert not has(events.BreakWorld, actions)
 
 
-def test_standby_with_a_mismatching_state_is_rejected_when_it_joins():
+def test_standby_with_a_mismatching_state_is_rejected_when_joining():
     talk = running(2, workers_min=1, standbys=1)
     talk.tell(hosts(h=3))
     talk.connect("h:2")
@@ -105,19 +105,19 @@ def test_unlisted_host_loses_its_standby_at_once():
     assert not has(events.PrepareChange, actions)
 
 
-def test_host_that_returns_with_another_size_keeps_one_standby():
+def test_added_host_starts_no_second_standby():
     talk = with_standby()
     assert names(talk.tell(hosts(h=3, g=4))) == []
 
 
-def test_standby_is_released_when_all_have_returned():
+def test_standby_is_released_when_all_members_have_returned():
     talk = with_standby()
     actions = talk.tell(returned("h:0", 2), returned("h:1", 2))
     assert the(events.EndJob, actions).code == 0
     assert [a.worker for a in actions if isinstance(a, events.LetGo)] == [worker("h:2")]
 
 
-def test_standby_alone_holds_no_commit_so_the_job_ends():
+def test_job_ends_when_only_a_standby_without_a_commit_remains():
     talk = with_standby()
     actions = talk.tell(exited("h:0"), exited("h:1"))
     assert the(events.EndJob, actions).code == 1
@@ -186,14 +186,14 @@ def test_standby_that_answers_late_joins_at_the_next_change():
     assert order(the(events.PublishWorld, talk.stop_all())) == ["h:0#1", "h:2#1"]
 
 
-def test_standby_that_answers_before_the_others_are_ready_costs_no_time():
+def test_standby_replaces_a_lost_member_without_a_smaller_world():
     talk = with_standby()
     talk.tell(exited("h:1"))
     world = the(events.PublishWorld, talk.ready("h:0", commit=(2, 5)))
     assert order(world) == ["h:0#1", "h:2#1"]
 
 
-def test_standby_that_dies_before_it_answers_is_not_awaited():
+def test_standby_that_dies_before_answering_is_not_awaited():
     talk = with_standby()
     talk.stopped.add("h:2#1")
     talk.tell(exited("h:1"))

@@ -65,7 +65,7 @@ def test_stop_writes_a_last_checkpoint_first():
     )
 
 
-def test_stop_without_a_checkpoint_in_time_ends_and_reports_it():
+def test_stop_without_a_checkpoint_in_time_ends_the_job_and_reports_the_newest_checkpoint():
     talk = three()
     talk.tell(made(talk, 2), TERM)
     assert not has(EndJob, talk.wait(5.9))
@@ -97,7 +97,7 @@ def test_stop_ends_at_once_without_a_checkpoint_to_wait_for(
     assert the(EndJob, talk.tell(request_)).code == 1
 
 
-def test_checkpoint_in_progress_is_not_the_last_one():
+def test_checkpoint_in_progress_does_not_count_as_the_last():
     talk = three()
     talk.tell(WorkerPaced(worker("h:0"), 2, 9, 0.0, 1.0, commits=9, commit=Commit(2, 9)))
     talk.tell(TERM)
@@ -105,7 +105,7 @@ def test_checkpoint_in_progress_is_not_the_last_one():
     assert has(EndJob, talk.tell(made(talk, 10)))
 
 
-def test_checkpoint_of_an_earlier_world_is_not_the_last_one():
+def test_checkpoint_of_an_earlier_world_does_not_count_as_the_last():
     talk = three()
     talk.tell(TERM)
     assert not has(EndJob, talk.tell(CheckpointMade(Commit(1, 900))))
@@ -176,7 +176,7 @@ def test_no_worker_is_started_during_a_stop():
     assert not has(StartWorker, talk.wait(5))
 
 
-def test_world_that_ends_by_itself_during_a_stop_ends_normally():
+def test_world_that_returns_during_a_stop_ends_normally():
     talk = three()
     decisions = JobDecisions(talk.m, leave_s=30, running=talk.m.members, members=None)
     now = talk.m.worlds.actions.now

@@ -73,7 +73,7 @@ def test_worker_joins_the_world():
     ]
 
 
-def test_worker_when_it_has_not_entered_elastic_run_then_the_job_is_starting():
+def test_job_when_a_worker_has_not_entered_elastic_run_then_is_starting():
     page = model()
     starts = [events.StartWorker(each, PLACE, because(ReasonKind.FIRST_START)) for each in (A, B)]
     page.view.note(events.HostsChanged({"h": 2}), starts, 10.0)
@@ -95,7 +95,7 @@ def test_worker_when_it_has_not_entered_elastic_run_then_the_job_is_starting():
     assert len(status(page.full(16.0))) == len(outside_lines) - 1
 
 
-def test_slot_when_its_worker_computed_wrongly_then_it_is_shown_until_an_operator_releases_it():
+def test_slot_when_its_worker_computed_wrongly_then_is_shown_until_an_operator_releases_the_slot():
     page = training(A, B, C)
     facts: dict[str, Any] = {
         "step": 17,
@@ -142,7 +142,7 @@ def test_lost_worker_is_shown_until_another_takes_its_slot():
         events.WorkerQuit(B, 1, 3, "sys.exit(3)"),
     ],
 )
-def test_worker_whose_script_fails_is_lost_at_once_and_its_row_says_how(event):
+def test_worker_whose_script_fails_is_lost_at_once_and_its_row_has_the_reason(event):
     page = training(A, B, C)
     for each in (event, events.WorkerExited(B, 3)):
         page.view.note(each, [], 20.0)
@@ -154,7 +154,7 @@ def test_worker_whose_script_fails_is_lost_at_once_and_its_row_says_how(event):
     assert states(page)["h:1"] == "training"
 
 
-def test_waiting_frozen_standby_and_leaving_workers_are_shown_as_such():
+def test_waiting_frozen_standby_and_leaving_states_are_shown():
     page = training(A, B, C)
     page.view.note(events.WorkerProgressed(A, 1, 7, "gradients", 1.5), [], 30.0)
     assert states(page)["h:0"] == "waiting"
@@ -252,7 +252,7 @@ def test_currently_awaited_workers_are_shown():
     ]
 
 
-def test_worker_that_waits_less_than_the_others_is_shown():
+def test_worker_that_waits_less_than_its_peers_is_shown():
     page = training(A, B, C, D)
     for worker, waited_s in ((A, 20.0), (B, 3.0), (C, 19.0), (D, 21.0)):
         page.view.note(events.WorkerPaced(worker, 1, 10, waited_s, 30.0), [], 60.0)
@@ -290,7 +290,7 @@ def test_many_lines_are_truncated_with_a_note():
     assert lines[-1][3].endswith("...") and len(lines[-1][3]) < 600
 
 
-def test_reported_numbers_are_those_of_the_lowest_rank():
+def test_reported_numbers_are_taken_from_the_lowest_rank():
     page = training(A, B)
     page.report(1, {"loss": 0.5, "name": "x", "ok": True}, 20.0)
     page.report(0, {"loss": 0.4, "bad": float("nan")}, 21.5)
@@ -453,7 +453,7 @@ def test_step_times_of_another_world_or_without_commits_are_hidden():
     assert all(row["own_s"] is None for row in state["rows"]["workers"].values())
 
 
-def test_usage_of_a_worker_is_in_its_row_until_it_exits():
+def test_usage_of_a_worker_is_in_its_row_until_its_exit():
     page = training(A, B)
     used = Usage(1.5, 1 << 30, 0.5, 1 << 31)
     page.uses(B, used, 20.0)
@@ -475,7 +475,7 @@ def test_status_when_only_the_initial_state_is_reported_then_no_commit_is_shown(
     assert "initial" not in page.state.values["commit"]
 
 
-def test_status_when_figures_are_from_reports_then_each_group_of_one_age_has_it_once():
+def test_status_when_figures_are_from_reports_then_each_group_of_one_age_has_its_age_once():
     page = training(A, B)
     for at, steps in ((20.0, 100), (30.0, 200)):
         spent = events.WorkerSpent(A, 1, Times(), "training", Commit(1, steps), steps, steps, 32)
@@ -493,7 +493,7 @@ def test_status_when_figures_are_from_reports_then_each_group_of_one_age_has_it_
     assert progress.count("ago") == 4, "the commit is newer than the rate"
 
 
-def test_late_islands_when_a_merge_did_not_wait_then_status_and_log_show_them_once():
+def test_late_islands_when_a_merge_did_not_wait_then_are_shown_once_by_status_and_log():
     page = training(A, B)
     for merges in (7, 8):
         event = events.WorkerMerged(A, 1, merges, 100 * merges, 3, ["us"], 1.5, ["eu", "us"])
@@ -515,7 +515,7 @@ def test_late_islands_when_a_merge_did_not_wait_then_status_and_log_show_them_on
     recorded("page", status(page.full(22.0)))
 
 
-def test_mistake_in_the_script_when_it_is_found_then_status_and_log_show_it():
+def test_mistake_in_the_script_is_shown_by_status_and_log():
     page = training(A, B)
     page.view.note(events.WorkerFoundMistake(A, "no-commit", "no state.commit()"), [], 20.0)
     page.patch(21.0)

@@ -100,7 +100,7 @@ async def test_viewer_receives_the_whole_state_and_then_changes():
         assert (await event(late))[1]["add"]["log"] == state["add"]["log"]
 
 
-async def test_viewer_without_the_token_receives_nothing():
+async def test_viewer_without_the_token_receives_no_data():
     async with served() as page:
         page.say("a secret of this job")
         for more in (

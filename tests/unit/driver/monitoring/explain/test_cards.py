@@ -28,7 +28,7 @@ def cards(reported: ReportedSeries) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("steps_first", [True, False])
-def test_steps_has_one_card_if_a_report_without_a_step_contains_their_number(steps_first):
+def test_steps_has_one_card_when_a_report_without_a_step_contains_their_number(steps_first):
     reported = ReportedSeries()
     more = [{"validation": 2.5, "steps": 900}, {"step": 7, "loss": 0.5, "steps": 900}]
     for metrics in more if steps_first else more[::-1]:

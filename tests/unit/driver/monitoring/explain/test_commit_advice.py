@@ -69,7 +69,7 @@ def test_rare_commits_cause_advice_with_their_interval():
     assert facts["every_s"] == pytest.approx(20.0, abs=0.5)
 
 
-def test_advice_when_no_commit_was_made_then_it_names_the_call():
+def test_advice_when_no_commit_was_made_then_names_the_call():
     [facts] = advice(0)
     assert facts["advice"] == Advice.CALL_COMMIT.value
     assert facts["share"] > 0.2

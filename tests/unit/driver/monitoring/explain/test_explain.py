@@ -85,7 +85,7 @@ def test_traceback_is_shown_once(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_numbers_equal_those_of_the_summary_and_add_up(name, tmp_path):
+def test_reported_times_equal_the_summary_and_add_up(name, tmp_path):
     reading = job(name, tmp_path)
     facts, spent = time_facts(reading.story), reading.story.spent
     assert facts["job"] == {stretch: spent.stretches()[stretch] for stretch in STRETCHES}
@@ -158,7 +158,7 @@ def test_journal_truncated_anywhere_is_explained(name, tmp_path):
         assert as_text(read_journal(file))
 
 
-def test_incomplete_journal_is_reported_as_such(tmp_path):
+def test_incomplete_journal_is_reported_as_incomplete(tmp_path):
     file = unpacked(HERE / "jobs" / "killed.jsonl.xz", tmp_path)
     file.write_bytes(file.read_bytes()[: file.read_bytes().index(b'{"type":"EndJob"')])
     lines = as_text(read_journal(file))

@@ -97,7 +97,7 @@ class TrainingStory:
         return [finding for finding in recorder if finding.what is what]
 
 
-def test_finding_when_a_worker_was_outvoted_then_it_has_the_evidence_and_an_advice():
+def test_finding_when_a_worker_was_outvoted_then_has_the_evidence_and_an_advice():
     facts: dict[str, Any] = {
         "step": 17,
         "shard": 5,
@@ -122,7 +122,7 @@ def test_reporter_of_a_lost_peer_is_not_blamed():
     assert (cause.facts["cause"], cause.facts["who"]) == ("signal", "rank 1 of 3 (h:1#1)")
 
 
-def test_corruption_of_all_replicas_is_told_once_with_the_checkpoint_used():
+def test_corruption_of_all_replicas_is_reported_once_with_the_checkpoint_used():
     recorder = TrainingStory()
     recorder.at(3.0, CheckpointMade(Commit(2, 5)))
     recorder.at(4.0, WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)))
@@ -145,7 +145,7 @@ def test_corruption_of_all_replicas_is_told_once_with_the_checkpoint_used():
 
 
 @pytest.mark.parametrize("step", [None, 40])
-def test_incident_when_the_state_has_a_step_then_training_resumed_from_it(step):
+def test_incident_when_the_state_has_a_step_then_training_resumed_from_this_step(step):
     recorder = TrainingStory()
     lost = because(ReasonKind.LOST_EXITED, worker=str(C), exit="signal 9 SIGKILL")
     recorder.at(5.0, WorkerExited(C, -9), BreakWorld(2, [A, B], lost))
@@ -165,7 +165,7 @@ def test_incident_when_the_state_has_a_step_then_training_resumed_from_it(step):
     recorded("explain", sentence(done))
 
 
-def test_survivors_that_rolled_back_to_a_checkpoint_trained_from_it():
+def test_survivors_that_rolled_back_to_a_checkpoint_resume_from_its_commit():
     recorder = TrainingStory()
     recorder.at(3.0, CheckpointMade(Commit(2, 5), 15))
     recorder.at(4.0, WorkerPaced(A, 2, 9, 0.1, 1.0, 9, Commit(2, 9)))
@@ -236,7 +236,7 @@ def test_host_lost_during_code_after_training_fails_the_job():
     assert cause.facts["who"] == "rank 0 of 3 (h:0#1)"
 
 
-def test_operator_requests_and_the_newest_known_commit_are_told():
+def test_operator_requests_and_the_newest_known_commit_are_reported():
     recorder = TrainingStory()
     why = because(ReasonKind.REMOVES, worker=str(C))
     recorder.at(4.0, RemoveRequested(1, C), AnswerRequest(1, True, why))
@@ -263,7 +263,7 @@ def test_incident_ends_when_all_workers_have_resumed():
     assert not recorder.story.in_trouble() and not recorder.found(FindingKind.CAUSE)
 
 
-def test_exception_after_the_others_returned_is_the_cause_of_the_failure():
+def test_exception_after_peers_returned_is_the_cause_of_the_failure():
     recorder = TrainingStory()
     recorder.at(8.0, WorkerReturned(A, 2))
     recorder.at(8.1, WorkerReturned(B, 2))
@@ -349,7 +349,7 @@ def test_min_np_is_advised_after_a_loss_but_not_after_a_script_error(code, helps
     assert (Advice.BE_ELASTIC.value in advice) is helps
 
 
-def test_script_without_elastic_run_is_advised_to_use_it():
+def test_script_without_elastic_run_is_advised_to_be_elastic():
     recorder = TrainingStory()
     outside = because(ReasonKind.LOST_PEER_OUTSIDE, who="rank 0", text="lost h:1#1")
     recorder.at(10.0, WorkerExited(B, -9), EndJob(1, outside))
@@ -422,7 +422,7 @@ def test_static_job_trains_in_its_first_world():
     assert began.facts["at_s"] == 1.0 and not recorder.found(FindingKind.NEVER_TRAINED)
 
 
-def test_last_commit_without_a_checkpoint_is_told_after_a_successful_job():
+def test_last_commit_without_a_checkpoint_is_reported_after_a_successful_job():
     recorder = TrainingStory()
     recorder.at(3.0, CheckpointMade(Commit(2, 5)))
     assert recorder.story.view.newest == Commit(2, 5)
@@ -456,7 +456,7 @@ def test_checkpoints_when_the_job_ended_then_the_newest_is_found():
     ("outlives", "durable", "advice"),
     [(True, True, Advice.RESUME), (False, True, Advice.RERUN), (False, False, Advice.START_OVER)],
 )
-def test_advice_when_the_driver_was_killed_then_it_depends_on_what_is_left(
+def test_advice_when_the_driver_was_killed_then_depends_on_the_journal_and_the_checkpoint(
     outlives, durable, advice
 ):
     recorder = TrainingStory()

@@ -131,7 +131,7 @@ def test_run_writes_its_report_at_the_end(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["r.html"]
 
 
-def test_report_of_a_successor_driver_says_that_it_starts_in_the_middle(tmp_path):
+def test_report_of_a_successor_driver_states_its_start_in_the_middle(tmp_path):
     view = JobView()
     run = RunReport(tmp_path / "r.html", ["python", "train.py"], SETTINGS, TimeSpent(view))
     view.adopt({worker(0): (1, 0), worker(1): (2, 1)}, 4, 1.79e9)
@@ -142,7 +142,7 @@ def test_report_of_a_successor_driver_says_that_it_starts_in_the_middle(tmp_path
     recorded("explain", visible(text))
 
 
-def test_run_whose_start_was_refused_leaves_an_earlier_report(tmp_path):
+def test_run_whose_start_was_refused_keeps_an_earlier_report(tmp_path):
     (tmp_path / "r.html").write_text(f"{BEGINNING} earlier")
     run = RunReport(tmp_path / "r.html", ["python"], SETTINGS, TimeSpent(JobView()))
     assert not run.write()
@@ -177,7 +177,7 @@ def test_unwritable_report_is_logged(tmp_path):
     assert (tmp_path / "pipe").is_fifo()
 
 
-def test_report_when_another_kind_of_file_exists_then_leaves_it(tmp_path):
+def test_report_when_another_kind_of_file_exists_then_keeps_the_file(tmp_path):
     script, report = tmp_path / "train.py", tmp_path / "report.html"
     script.write_text("import torch\n")
     write_page(report, f"{BEGINNING} 1")

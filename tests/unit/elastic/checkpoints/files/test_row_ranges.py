@@ -37,7 +37,7 @@ def stored(
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_each_reader_gets_its_rows_and_no_others_are_read_but_within_a_piece(
+def test_each_reader_gets_exactly_its_rows_and_reads_at_most_one_piece_more(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ):
     draw = random.Random(seed)
@@ -59,7 +59,7 @@ def test_each_reader_gets_its_rows_and_no_others_are_read_but_within_a_piece(
         assert found == content[wanted.begin * row_bytes : wanted.end * row_bytes]
 
 
-def test_a_rank_without_rows_reads_nothing():
+def test_rank_without_rows_reads_no_file():
     tensors, _ = stored(bytes(10), 5, 2, 2, 1, random.Random(1))
     assert not [*reads(tensors, Rows(5, 5), 2)]
 
@@ -70,7 +70,7 @@ def changed(tensor: StoredTensor, **fields: object) -> StoredTensor:
 
 
 @pytest.mark.parametrize("case", ["missing", "twice", "gap", "short", "sums", "kind"])
-def test_rows_that_are_missing_or_there_twice_are_no_checkpoint(case: str):
+def test_missing_or_duplicate_rows_are_an_unreadable_checkpoint(case: str):
     tensors, _ = stored(bytes(30), 15, 2, 3, 2, random.Random(1))
     tensors.sort(key=lambda each: each.rows.begin if each.rows else 0)
     check_ranges(tensors)

@@ -32,7 +32,7 @@ def exchanged(calls: list[tuple[Header, torch.Tensor | None]]) -> list[Places]:
     return [places for places, *_ in begun]
 
 
-def test_what_fits_follows_from_the_bytes_that_a_rank_sends():
+def test_first_exchange_fits_up_to_a_limit_of_bytes_and_ranks():
     assert FirstExchange(0, 2).fits(DIRECT_BYTES // 2)
     assert not FirstExchange(0, 4).fits(DIRECT_BYTES // 4 + 1)
     assert not FirstExchange(0, DIRECT_RANKS + 1).fits(1)
@@ -40,7 +40,7 @@ def test_what_fits_follows_from_the_bytes_that_a_rank_sends():
 
 
 @pytest.mark.parametrize("size", [2, 3, DIRECT_RANKS + 1])
-def test_ranks_that_call_the_same_agree(size):
+def test_equal_calls_agree(size):
     header = first_exchange.header(CollectiveKind.BARRIER)
     assert all(places.agree(header) for places in exchanged([(header, None)] * size))
 
@@ -57,7 +57,7 @@ def test_ranks_that_call_the_same_agree(size):
     ],
 )
 @pytest.mark.parametrize("who", [0, 1, 2])
-def test_every_rank_finds_that_one_has_called_something_else(other, who):
+def test_every_rank_finds_a_different_call(other, who):
     own = torch.zeros(8, dtype=torch.uint8)
     calls: list[tuple[Header, torch.Tensor | None]] = [(SUM, own), (SUM, own), (SUM, own)]
     calls[who] = other, None
@@ -65,7 +65,7 @@ def test_every_rank_finds_that_one_has_called_something_else(other, who):
         assert not places.agree(header)
 
 
-def test_each_rank_has_what_all_gave_by_rank():
+def test_payloads_are_ordered_by_rank():
     given = [torch.tensor([rank + 0.5, -rank], dtype=torch.float32) for rank in range(3)]
     found = exchanged([(SUM, each.view(torch.uint8)) for each in given])
     for rank, places in enumerate(found):
@@ -73,7 +73,7 @@ def test_each_rank_has_what_all_gave_by_rank():
         assert [part.tolist() for part in parts] == [each.tolist() for each in given]
 
 
-def test_places_are_used_again():
+def test_buffers_of_the_first_exchange_are_reused():
     exchange = FirstExchange(0, 2)
     places, *_ = exchange.begin(SUM, None)
     another, *_ = exchange.begin(SUM, None)
@@ -84,7 +84,7 @@ def test_places_are_used_again():
 
 
 @pytest.mark.parametrize("size", [2, DIRECT_RANKS + 1])
-def test_splits_of_an_alltoall_travel_among_any_number_of_ranks(size):
+def test_splits_of_an_alltoall_are_exchanged_among_any_number_of_ranks(size):
     header = first_exchange.header(CollectiveKind.ALLTOALL, 4)
     given = [first_exchange.splits([rank] * size, [*range(size)]) for rank in range(size)]
     for rank, places in enumerate(exchanged([(header, each.view(torch.uint8)) for each in given])):
@@ -92,7 +92,7 @@ def test_splits_of_an_alltoall_travel_among_any_number_of_ranks(size):
         assert first_exchange.splits_agree(places.payloads(given[rank]))
 
 
-def test_splits_agree_only_where_each_takes_what_the_others_give():
+def test_splits_agree_only_when_sent_and_received_rows_match():
     right = first_exchange.splits([1, 2], [1, 3]), first_exchange.splits([3, 4], [2, 4])
     assert first_exchange.splits_agree([*right])
     assert not first_exchange.splits_agree([right[0], first_exchange.splits([3, 4], [1, 4])])

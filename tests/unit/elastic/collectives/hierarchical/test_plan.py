@@ -20,13 +20,13 @@ def topologies(hosts: tuple[tuple[int, ...], ...]) -> list[Topology]:
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def test_among_equal_hosts_every_rank_carries_with_its_lane():
+def test_every_rank_of_equal_hosts_exchanges_within_its_lane():
     assert [each.inter_node_ranks for each in topologies(EVEN)] == [(0, 2, 4), (1, 3, 5)] * 3
     assert [each.inter_node_group for each in topologies(EVEN)] == [0, 1] * 3
     assert [each.inter_node_ranks for each in topologies(MIXED)] == [(0, 2), (3, 1), (0, 2), (3, 1)]
 
 
-def test_among_unequal_hosts_leaders_carry():
+def test_only_leaders_of_unequal_hosts_exchange_between_hosts():
     assert [each.inter_node_ranks for each in topologies(UNEVEN)] == [
         (0, 1, 3),
         (0, 1, 3),
@@ -42,7 +42,7 @@ def test_among_unequal_hosts_leaders_carry():
 @pytest.mark.parametrize(
     ("hosts", "rank"), [(((0, 1), ()), 0), (((0, 1), (1,)), 0), (((0, 2),), 0), (((0, 1),), 2)]
 )
-def test_hosts_that_do_not_share_out_the_ranks_are_refused(hosts, rank):
+def test_hosts_that_do_not_partition_the_ranks_are_refused(hosts, rank):
     with pytest.raises(ValueError, match="rank"):
         Topology(hosts, rank)
 
@@ -52,7 +52,7 @@ def test_hosts_that_do_not_share_out_the_ranks_are_refused(hosts, rank):
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 1000, 4096, 4097, 1_000_003])
 @pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
-def test_chunks_cover_everything_once_and_fit(count, element_bytes):
+def test_chunks_cover_all_elements_once_and_fit_the_limit(count, element_bytes):
     spans = plan.chunks(count, element_bytes, 4096)
     assert [begin for begin, _ in spans] == [0] + [end for _, end in spans[:-1]]
     assert spans[-1][1] == count
@@ -60,7 +60,7 @@ def test_chunks_cover_everything_once_and_fit(count, element_bytes):
     assert all(begin % 64 == 0 for begin, _ in spans)
 
 
-def test_chunks_are_about_equal_and_none_where_there_is_nothing():
+def test_chunks_have_about_equal_sizes_and_none_is_empty():
     assert plan.chunks(1100, 4, 4096) == [(0, 576), (576, 1100)]
     assert plan.chunks(0, 4, 4096) == []
 
@@ -68,7 +68,7 @@ def test_chunks_are_about_equal_and_none_where_there_is_nothing():
 # ---- turns -----------------------------------------------------------------------------------------------------------
 
 
-def test_while_a_chunk_is_on_the_wire_the_next_ones_are_reduced():
+def test_next_chunks_are_reduced_while_one_is_exchanged():
     reduce, cross, spread = Turn.REDUCE, Turn.CROSS, Turn.SPREAD
     assert list(plan.schedule(4)) == [
         (reduce, 0),
@@ -93,7 +93,7 @@ def test_every_chunk_has_its_three_turns_in_order(number, ahead):
 
 
 @ALL
-def test_a_broadcast_reaches_every_rank_from_ranks_that_have_it(hosts):
+def test_broadcast_reaches_every_rank_from_ranks_that_have_the_data(hosts):
     everybody = topologies(hosts)
     for root in range(len(everybody)):
         routes = {each.rank: plan.route(each, root) for each in everybody}
@@ -112,7 +112,7 @@ def test_a_broadcast_reaches_every_rank_from_ranks_that_have_it(hosts):
         assert have == set(range(len(everybody)))
 
 
-def test_only_the_roots_lane_carries_a_broadcast():
+def test_broadcast_crosses_between_hosts_only_in_the_lane_of_the_root():
     routes = [plan.route(each, 3) for each in topologies(EVEN)]
     assert [route.cross for route in routes] == [None, 1] * 3
     assert all(route.first is None and route.last == 1 for route in routes)
@@ -147,7 +147,7 @@ def carried_out(
 
 
 @ALL
-def test_every_parcel_arrives_and_none_on_the_wrong_host_crosses(hosts):
+def test_every_parcel_arrives_and_crosses_between_hosts_only_when_needed(hosts):
     everybody = topologies(hosts)
     size = len(everybody)
     held = {rank: [(rank, to) for to in range(size)] for rank in range(size)}

@@ -142,7 +142,7 @@ class Contract(CollectivesContract):
 
     @pytest.mark.nightly
     @pytest.mark.parametrize("dtype", [torch.int8, torch.float64], ids=str)
-    def test_thousands_of_chunks(self, world, dtype):
+    def test_sums_in_thousands_of_chunks_are_exact(self, world, dtype):
         self.is_exact(world, dtype, Op.SUM, (0, 1, 7, 1000, LONGEST))
 
     def test_tensors_inside_and_outside_of_the_arena_are_reduced_together(self, world):
@@ -171,7 +171,7 @@ class Contract(CollectivesContract):
 class TestTwoHostsOfTwo(Contract):
     hosts = ((0, 1), (2, 3))
 
-    def test_a_thousand_chunks(self, world):
+    def test_sums_in_a_thousand_chunks_are_exact(self, world):
         self.is_exact(world, torch.float64, Op.SUM, (LONGEST,))
 
 
@@ -197,7 +197,7 @@ class TestOneTwoAndThree(Contract):
 
 @pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]], ids=str)
 @pytest.mark.parametrize("last", range(4))
-def test_no_rank_passes_a_barrier_before_all_ranks_of_all_hosts_have_arrived(hosts, last):
+def test_no_rank_passes_a_barrier_before_all_ranks_have_arrived(hosts, last):
     world = world_of(*hosts)
     works = [group.barrier() for group in world if group.rank != last]
     for work in works:
@@ -212,7 +212,7 @@ def test_no_rank_passes_a_barrier_before_all_ranks_of_all_hosts_have_arrived(hos
 
 
 @pytest.mark.parametrize("hosts", [[[0, 1], [2, 3]], [[0, 1, 2], [3]], [[0], [1, 2, 3]]], ids=str)
-def test_a_rank_that_aborts_ends_those_of_other_hosts_whatever_it_shares_with_them(hosts):
+def test_abort_of_one_rank_ends_collectives_on_all_hosts(hosts):
     for lost in range(4):
         world = world_of(*hosts)
         waiting = [group.barrier() for group in world if group.rank != lost]
@@ -224,7 +224,7 @@ def test_a_rank_that_aborts_ends_those_of_other_hosts_whatever_it_shares_with_th
         closed(world)
 
 
-def test_what_waits_behind_a_collective_that_failed_fails_for_the_same_reason():
+def test_collectives_queued_behind_a_failed_one_fail():
     world = world_of([0, 1], [2, 3])
     works = [world[0].barrier() for _ in range(3)]
     world[0].abort()
@@ -235,7 +235,7 @@ def test_what_waits_behind_a_collective_that_failed_fails_for_the_same_reason():
     closed(world)
 
 
-def test_an_error_in_the_middle_of_a_collective_ends_it_for_all():
+def test_error_in_the_middle_of_a_collective_ends_the_collective_on_all_ranks():
     world = world_of([0, 1], [2, 3])
 
     def exchanged(group: Collectives) -> str:
@@ -250,7 +250,7 @@ def test_an_error_in_the_middle_of_a_collective_ends_it_for_all():
     closed(world)
 
 
-def test_the_end_of_the_process_waits_for_what_others_join_and_leaves_the_rest():
+def test_thread_finish_returns_in_time_despite_a_stuck_collective():
     world = world_of([0, 1], [2, 3])
     for work in [group.barrier() for group in world]:
         work.wait()
@@ -276,7 +276,7 @@ def test_a_forked_child_raises_instead_of_waiting_for_the_parents_thread():
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_ranks_of_a_host_start_the_same_in_the_same_order_however_fast_lanes_are(monkeypatch):
+def test_ranks_of_a_host_start_collectives_in_the_same_order_for_any_speed_of_lanes(monkeypatch):
     monkeypatch.setattr(steps, "SHARE_BYTES", 512)
     monkeypatch.setattr(steps, "SMALL_BYTES", 64)
     world = world_of([0, 1], [2, 3])

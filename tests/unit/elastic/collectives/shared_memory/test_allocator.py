@@ -8,7 +8,7 @@ from harness.golden import raises
 PAGE = 10
 
 
-def test_regions_lie_one_after_another_in_whole_pages():
+def test_regions_are_allocated_consecutively_in_whole_pages():
     regions = Allocator(100, PAGE)
     assert regions.allocate(1) == 0
     assert regions.allocate(15) == 10
@@ -17,7 +17,7 @@ def test_regions_lie_one_after_another_in_whole_pages():
     assert regions.lent == 40
 
 
-def test_the_first_gap_that_is_wide_enough_is_lent_again():
+def test_first_sufficient_gap_is_allocated_again():
     regions = Allocator(100, PAGE)
     for size in (10, 20, 30):
         regions.allocate(size)
@@ -28,7 +28,7 @@ def test_the_first_gap_that_is_wide_enough_is_lent_again():
     assert regions.reach == 100
 
 
-def test_a_gap_joins_those_on_both_sides():
+def test_freed_gap_merges_with_adjacent_gaps():
     regions = Allocator(60, PAGE)
     offsets = [regions.allocate(20) for _ in range(3)]
     assert offsets == [0, 20, 40]
@@ -38,7 +38,7 @@ def test_a_gap_joins_those_on_both_sides():
     assert regions.allocate(60) == 0
 
 
-def test_it_is_full_when_no_gap_is_wide_enough_and_has_room_again_later():
+def test_allocator_is_full_without_a_wide_enough_gap_and_recovers():
     regions = Allocator(45, PAGE)  # the last half page is never allocated
     assert regions.allocate(41) is None
     assert regions.allocate(20) == 0
@@ -58,7 +58,7 @@ def test_an_address_identifies_its_region():
     assert Allocator(100, PAGE).around(5) is None
 
 
-def test_what_was_not_lent_is_not_taken_back():
+def test_free_of_an_unallocated_region_is_refused():
     regions = Allocator(100, PAGE)
     regions.allocate(20)
     with raises(ValueError):

@@ -55,7 +55,7 @@ def test_a_tensor_of_zeros_begins_at_a_page(arena, dtype):
     assert not second.any()
 
 
-def test_its_memory_returns_with_the_last_view(arena):
+def test_memory_is_released_with_the_last_view(arena):
     flat = tensor(arena, MIB)
     flat.fill_(1)
     assert pages_of(arena) >= 4 * MIB // memfd.PAGE
@@ -69,14 +69,14 @@ def test_its_memory_returns_with_the_last_view(arena):
     assert not tensor(arena, MIB).any()
 
 
-def test_a_storage_alone_keeps_it(arena):
+def test_storage_keeps_its_memory_without_a_tensor(arena):
     storage = tensor(arena, 1000).fill_(1).untyped_storage()
     gc.collect()
     assert arena.lent == memfd.PAGE
     assert torch.tensor([], dtype=torch.float32).set_(storage).sum() == 1000
 
 
-def test_memory_that_a_peer_may_write_into_is_never_lent_again(arena):
+def test_memory_that_a_peer_may_write_is_never_reused(arena):
     flat = tensor(arena, 1000)
     where = flat.data_ptr()
     assert arena.quarantine(flat[500:])
@@ -85,11 +85,11 @@ def test_memory_that_a_peer_may_write_into_is_never_lent_again(arena):
     assert tensor(arena, 1000).data_ptr() != where
 
 
-def test_what_does_not_lie_in_it_can_not_be_held_back(arena):
+def test_tensor_outside_of_the_arena_cannot_be_quarantined(arena):
     assert not arena.quarantine(torch.zeros(3))
 
 
-def test_it_knows_what_lies_in_it(arena):
+def test_arena_returns_offsets_only_for_memory_inside(arena):
     tensor(arena, 5)
     flat = tensor(arena, 1000)
     assert arena.offset_of(flat.data_ptr(), flat.nbytes) == flat.data_ptr() - arena.address
@@ -99,7 +99,7 @@ def test_it_knows_what_lies_in_it(arena):
     assert arena.offset_of(torch.zeros(3).data_ptr(), 12) is None
 
 
-def test_a_region_for_staging_returns_once(arena):
+def test_staging_region_is_released_only_once(arena):
     region = arena.take(100)
     assert region is not None
     assert region.address == arena.address + region.offset
@@ -111,7 +111,7 @@ def test_a_region_for_staging_returns_once(arena):
     assert arena.lent == memfd.PAGE
 
 
-def test_a_full_arena_lends_no_more_until_something_returns(arena):
+def test_full_arena_allocates_again_once_memory_is_released(arena):
     most = tensor(arena, arena.bytes, torch.uint8)
     assert arena.tensor(1, torch.float32) is None
     assert arena.take(1) is None
@@ -132,7 +132,7 @@ def test_a_process_creates_its_arena_at_the_first_use(none_yet):
     assert arenas.zeros(0, torch.float32).shape == (0,)
 
 
-def test_what_has_no_room_is_made_by_torch(none_yet, monkeypatch):
+def test_zeros_are_allocated_by_torch_when_the_arena_has_no_room(none_yet, monkeypatch):
     mine = Arena(MIB)
     monkeypatch.setattr(arenas, "_mine", mine)
     flat = arenas.zeros(MIB, torch.float32)
@@ -140,7 +140,7 @@ def test_what_has_no_room_is_made_by_torch(none_yet, monkeypatch):
     assert not flat.any()
 
 
-def test_turned_off_there_is_none(none_yet, monkeypatch):
+def test_disabled_arena_allocates_with_torch(none_yet, monkeypatch):
     monkeypatch.setenv("ELASTIC_NATIVE", "0")
     assert arenas.mine() is None
     assert arenas.why_not() == arenas.OFF
@@ -150,7 +150,7 @@ def test_turned_off_there_is_none(none_yet, monkeypatch):
 @pytest.mark.parametrize(
     "number", [errno.EFBIG, errno.ENOMEM, errno.EMFILE, errno.ENOSYS, errno.EPERM, errno.EIO]
 )
-def test_if_the_system_refuses_the_error_says_what_to_do(none_yet, monkeypatch, number):
+def test_arena_refused_by_the_system_falls_back_with_a_reason(none_yet, monkeypatch, number):
     def refuse(name: str, size: int) -> int:
         raise OSError(number, os.strerror(number))
 

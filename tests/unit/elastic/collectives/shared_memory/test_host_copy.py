@@ -49,7 +49,7 @@ def assert_copied(tensors: list[torch.Tensor]) -> None:
         assert same_bits(tensor, buffer)
 
 
-def test_any_number_of_bytes_at_any_alignment(way):
+def test_copies_of_any_size_and_alignment_are_exact(way):
     sizes = (0, 1, 63, 64, 65, 1023, 1024, 1025, 1151, 100_003)
     for size, shift in itertools.product(sizes, (0, 1, 17)):
         whole = torch.arange(size + 2 * shift, dtype=torch.int64).to(torch.uint8)
@@ -63,11 +63,11 @@ def test_any_number_of_bytes_at_any_alignment(way):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_any_dtype(way, dtype):
+def test_tensors_of_any_dtype_are_copied(way, dtype):
     assert_copied([torch.randn(40, 50).to(dtype), torch.ones((), dtype=dtype)])
 
 
-def test_what_is_no_row_of_bytes_is_left_to_torch(way, by_torch):
+def test_tensors_without_a_contiguous_layout_are_copied_by_torch(way, by_torch):
     odd = [
         torch.randn(30, 40).t(),
         torch.randn(30, 40)[:, ::2],
@@ -88,7 +88,7 @@ def test_a_tensor_of_a_subclass_is_left_to_torch(by_torch, monkeypatch):
     assert by_torch == [1]
 
 
-def test_several_threads_of_torch_are_faster_than_one_of_ours(by_torch, monkeypatch):
+def test_several_torch_threads_copy_instead_of_the_library(by_torch, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert_copied([torch.randn(2000)])
     assert by_torch == [1]

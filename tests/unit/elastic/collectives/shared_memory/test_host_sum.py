@@ -23,7 +23,7 @@ def drawn(count: int, elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_row_has_the_bits_of_additions_one_after_the_other(dtype):
+def test_row_sum_has_the_bits_of_sequential_additions(dtype):
     for count in (2, 3, 5):
         for elements in (1, 63, 100_003):
             for divisor in (1, 2, 3):
@@ -37,7 +37,7 @@ def test_a_row_has_the_bits_of_additions_one_after_the_other(dtype):
                     assert torch.equal(wanted, into), (count, elements, divisor)
 
 
-def test_what_has_another_order_in_memory_is_left_alone(monkeypatch):
+def test_tensors_of_different_memory_order_are_not_added(monkeypatch):
     square = drawn(1, 16, torch.float32)[0].view(4, 4)
     into = torch.zeros(4, 4)
     assert not host_sum.add_up([square, square.t()], into, 1)
@@ -47,7 +47,7 @@ def test_what_has_another_order_in_memory_is_left_alone(monkeypatch):
     assert not into.any()
 
 
-def test_half_precision_is_rounded_at_each_addition_and_so_not_added_up_here():
+def test_row_sum_is_not_used_for_half_precision_and_gpus():
     assert host_sum.may(torch.float32, CPU)
     assert not host_sum.may(torch.bfloat16, CPU)
     assert not host_sum.may(torch.float32, torch.device("cuda"))

@@ -188,7 +188,7 @@ def test_every_length_and_number_of_sources_gives_the_bits_of_the_reference(kind
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(max_examples=60)
-def test_any_destinations_in_any_order(kind, data):
+def test_reductions_into_any_destinations_equal_the_reference(kind, data):
     n_sources = data.draw(st.integers(1, 10))
     overwritten = data.draw(st.lists(st.integers(0, n_sources - 1), unique=True))
     check(
@@ -225,7 +225,7 @@ def test_every_half_is_read_and_rounded_as_torch_does(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("divisor", [1.0, 8.0])
-def test_a_sum_of_float16_may_exceed_them_before_it_is_divided(kind, divisor):
+def test_sum_of_float16_may_exceed_its_range_before_the_division(kind, divisor):
     sources = [np.full(40, 60_000, np.float16) for _ in range(8)]
     addresses = [each.ctypes.data for each in sources]
     assert call(kind, DType.FLOAT16, Op.SUM, addresses, addresses, 40, 1.0, divisor) == 0
@@ -236,7 +236,7 @@ def test_a_sum_of_float16_may_exceed_them_before_it_is_divided(kind, divisor):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [*FLOATS, *HALVES])
 @pytest.mark.parametrize("op", [Op.MIN, Op.MAX])
-def test_one_nan_anywhere_is_the_result(kind, dtype, op):
+def test_single_nan_makes_the_result_nan(kind, dtype, op):
     for where in range(4):
         values = [np.full(37, float(rank), np.float32) for rank in range(4)]
         values[where][:] = np.nan
@@ -264,7 +264,7 @@ def test_a_megabyte_that_is_added_up_elsewhere_has_the_same_bits(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_as_many_ranks_as_a_group_may_have(kind):
+def test_maximum_number_of_ranks_is_reduced(kind):
     check(
         kind,
         DType.FLOAT32,
@@ -277,7 +277,7 @@ def test_as_many_ranks_as_a_group_may_have(kind):
     )
 
 
-def test_what_is_no_dtype_no_operation_and_no_set_is_refused():
+def test_unknown_dtype_operation_and_instruction_set_are_refused():
     for dtype, op in [(-1, Op.SUM), (9, Op.SUM), (DType.INT8, Op.AVERAGE), (DType.INT8, 6)]:
         assert call(None, dtype, op, [0], [0], 1, 1.0, 1.0) == -1
     assert call(None, DType.INT8, Op.SUM, [0], [], 1, 1.0, 1.0) == -1
@@ -289,7 +289,7 @@ def test_what_is_no_dtype_no_operation_and_no_set_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wished", [*KINDS, "abacus", None])
-def test_the_environment_names_a_narrower_set(wished):
+def test_environment_selects_a_narrower_instruction_set(wished):
     environment = {name: value for name, value in os.environ.items() if name != "ELASTIC_KERNELS"}
     if wished is not None:
         environment["ELASTIC_KERNELS"] = wished

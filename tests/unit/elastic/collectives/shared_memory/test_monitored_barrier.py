@@ -42,13 +42,13 @@ def test_rank_0_names_the_ranks_that_did_not_arrive(every_rank, late):
     assert f"{late} failed to pass monitoredBarrier" in why  # torch's own words
 
 
-def test_rank_0_releases_the_others_once_all_have_arrived():
+def test_rank_0_releases_the_remaining_ranks_once_all_have_arrived():
     group = group_of(0, 3, {1: True, 2: True})
     monitored_barrier(group, TIMEOUT_S, False)
     assert [call.args[1] for call in group.send.call_args_list] == [1, 2]
 
 
-def test_another_rank_stays_longer_than_the_timeout_so_that_rank_0_can_name_the_missing_one():
+def test_other_rank_waits_longer_than_the_timeout_of_rank_0():
     group = group_of(1, 3, {0: False})
     with pytest.raises(CollectiveFailed):
         monitored_barrier(group, TIMEOUT_S, False)

@@ -56,28 +56,28 @@ COMPILERS = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
 
 # Otherwise, an error in native/ would skip most tests of shared memory.
 @pytest.mark.skipif(not COMPILERS, reason="there is no C++ compiler")
-def test_where_there_is_a_compiler_there_is_a_library():
+def test_library_is_built_when_a_compiler_is_available():
     assert native_library.load() is not None, native_library.missing()
 
 
 @needed
-def test_an_existing_library_is_loaded_once_without_a_log_line():
+def test_existing_library_is_loaded_once():
     assert native_library.load() is native_library.load()
     assert native_library.missing() == ""
 
 
-def test_a_whole_copy_is_as_good(copy):
+def test_complete_copy_of_the_library_is_loaded(copy):
     assert read_elsewhere(copy) in {str(b) for b in (b"avx512", b"avx2", b"neon", b"baseline")}
 
 
-def test_without_a_library_a_log_line_says_how_to_build_it(tmp_path):
+def test_missing_library_is_reported_with_the_build_command(tmp_path):
     found, why = native_library.read(tmp_path / "none.so")
     assert found is None
     assert "g++" in why and "\n" not in why
     recorded("messages", why)
 
 
-def test_what_cannot_be_read_is_no_reason_to_fail(tmp_path):
+def test_unreadable_library_is_reported_without_an_error(tmp_path):
     found, why = native_library.read(tmp_path)
     assert found is None
     recorded("messages", why)
@@ -112,14 +112,14 @@ def damaged_copies():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", damaged_copies(), ids=lambda damage: damage.__name__)
-def test_a_damaged_library_is_a_line_and_no_crash(copy, damage):
+def test_corrupted_library_is_reported_without_a_crash(copy, damage):
     copy.write_bytes(damage(copy.read_bytes()))
     said = read_elsewhere(copy)
     assert str(copy) in said
     recorded("log", said)
 
 
-def test_another_file_under_its_name_is_not_loaded(tmp_path):
+def test_other_file_under_the_name_of_the_library_is_not_loaded(tmp_path):
     other = Path(shutil.copy(sys.executable, tmp_path / "other.so"))
     recorded("messages", read_elsewhere(other))
 
@@ -132,7 +132,7 @@ def test_a_library_of_another_version_is_refused(copy, monkeypatch):
     recorded("messages", why)
 
 
-def test_a_library_without_one_of_the_functions_is_refused(copy, monkeypatch):
+def test_library_without_a_declared_function_is_refused(copy, monkeypatch):
     more = {**native_library.FUNCTIONS, "elastic_of_tomorrow": (None, ())}
     monkeypatch.setattr(native_library, "FUNCTIONS", more)
     found, why = native_library.read(copy)
@@ -178,7 +178,7 @@ def test_every_function_is_declared_as_in_the_headers():
     assert declared == known
 
 
-def test_the_numbers_are_those_of_the_headers():
+def test_constants_match_the_headers():
     text = source("kernels.h")
     for enum, names in (("DType", dtypes_and_ops.DType), ("Op", dtypes_and_ops.OPS)):
         body = re.search(rf"enum class {enum} : int32_t {{(.*?)}};", text, re.DOTALL)
@@ -202,7 +202,7 @@ def test_the_options_have_the_fields_of_the_header():
 
 
 @pytest.mark.parametrize("dtype", list(dtypes_and_ops.DTYPES), ids=str)
-def test_the_dtypes_are_as_wide_as_their_numbers_say(dtype):
+def test_dtypes_are_as_wide_as_their_numbers_state(dtype):
     name = str(dtype).removeprefix("torch.").upper()
     assert dtypes_and_ops.DTYPES[dtype] is dtypes_and_ops.DType[name]
     dtypes_and_ops.check(torch.zeros(1, dtype=dtype), Op.SUM)

@@ -48,7 +48,7 @@ def test_a_process_has_a_constant_identity(me):
     assert len(me.host.boot) == 36
 
 
-def test_what_is_written_on_one_side_is_read_on_the_other(me, offered):
+def test_writes_of_one_side_are_visible_on_the_other(me, offered):
     mapping = open_peer(me, offered)
     assert ctypes.string_at(mapping.address, 5) == b"hello"
     ctypes.memmove(mapping.address + 2, b"y, you", 6)
@@ -57,7 +57,7 @@ def test_what_is_written_on_one_side_is_read_on_the_other(me, offered):
     mapping.release()
 
 
-def test_two_groups_use_one_mapping_until_both_have_released_it(me, offered):
+def test_two_groups_share_one_mapping_until_both_have_released_the_mapping(me, offered):
     first, second = open_peer(me, offered), open_peer(me, offered)
     assert first.address == second.address
     first.release()
@@ -80,7 +80,7 @@ def test_a_mapping_that_is_kept_serves_the_next_generation(me, offered, monkeypa
     assert not peer_memory._open
 
 
-def test_a_mapping_whose_process_has_gone_is_swept(me, offered, monkeypatch):
+def test_mapping_of_an_exited_process_is_swept(me, offered, monkeypatch):
     open_peer(me, offered, keep=True).release()
     assert peer_memory._open
     monkeypatch.setattr(peer_memory._Mapped, "gone", lambda self: True)
@@ -109,18 +109,18 @@ def refused(owner: Identity, offered: Shareable) -> str:
     return str(raised.value)
 
 
-def test_a_process_that_has_only_the_same_id_is_another(me, offered):
+def test_process_with_only_the_same_id_is_another_process(me, offered):
     other = msgspec.structs.replace(me, started=me.started - 1)
     recorded("messages", refused(other, offered), me.pid)
 
 
 @pytest.mark.parametrize("change", [{"inode": 1}, {"bytes": SIZE + 1}])
-def test_a_descriptor_that_leads_elsewhere_is_not_mapped(me, offered, change):
+def test_descriptor_of_another_file_is_not_mapped(me, offered, change):
     said = refused(me, msgspec.structs.replace(offered, **change))
     recorded("log", said, offered.fd, me.pid)
 
 
-def test_a_descriptor_that_was_closed(me, offered):
+def test_closed_descriptor_is_refused(me, offered):
     recorded("messages", refused(me, msgspec.structs.replace(offered, fd=123456)))
 
 
@@ -138,7 +138,9 @@ def test_a_descriptor_that_was_closed(me, offered):
         errno.EIO,
     ],
 )
-def test_what_the_system_refuses_is_a_sentence(me, offered, monkeypatch, place, number):
+def test_system_error_of_a_mapping_is_reported_as_a_sentence(
+    me, offered, monkeypatch, place, number
+):
     def refuse(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 

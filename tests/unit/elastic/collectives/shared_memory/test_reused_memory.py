@@ -25,7 +25,7 @@ def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
     os.close(made.fd)
 
 
-def test_the_next_tensor_of_its_size_has_the_pages_of_one_that_died(arena):
+def test_next_tensor_of_equal_size_reuses_released_pages(arena):
     memory = ReusedMemory()
     first = memory.tensor(MIB, torch.float32)
     first.fill_(7)
@@ -40,7 +40,7 @@ def test_the_next_tensor_of_its_size_has_the_pages_of_one_that_died(arena):
     assert arena.offset_of(again.data_ptr(), again.nbytes) is not None
 
 
-def test_only_a_few_are_kept(arena):
+def test_number_of_kept_buffers_is_limited(arena):
     memory = ReusedMemory()
     many = [memory.tensor(MIB, torch.uint8) for _ in range(KEPT + 3)]
     del many
@@ -48,7 +48,7 @@ def test_only_a_few_are_kept(arena):
     assert arena.lent == KEPT * MIB + kept.nbytes
 
 
-def test_without_room_in_the_arena_it_is_as_torch_makes_it(arena, monkeypatch):
+def test_tensor_is_allocated_by_torch_without_room_in_the_arena(arena, monkeypatch):
     memory = ReusedMemory()
     assert memory.tensor(128 * MIB, torch.uint8).shape == (128 * MIB,)
     assert memory.tensor(0, torch.float32).shape == (0,)

@@ -25,57 +25,57 @@ def members(buckets: list[Bucket]) -> list[tuple[int, ...]]:
     return [bucket.members for bucket in buckets]
 
 
-def test_the_last_declared_comes_first_and_a_small_bucket_starts_early():
+def test_last_declared_gradients_are_in_the_first_and_smallest_bucket():
     items = floats(10, 10, 10, 10, 2)
     assert members(plan(items, first_bytes=MB, full_bytes=20 * MB)) == [(4,), (3, 2), (1, 0)]
 
 
-def test_a_bucket_ends_with_its_own_layer_and_not_with_the_next_ones_bias():
+def test_bucket_ends_with_its_own_layer():
     weight, bias = floats(19, 0.01)
     items = [weight, bias, weight, bias, weight, bias]
     assert members(plan(items, full_bytes=16 * MB)) == [(5, 4), (3, 2), (1, 0)]
 
 
-def test_kinds_never_mix_and_keep_the_order_in_which_they_fill():
+def test_buckets_contain_one_kind_and_are_ordered_by_completion():
     half = floats(1, 1, kind="float16 cpu")
     items = [floats(1)[0], half[0], floats(1)[0], half[1]]
     assert members(plan(items, first_bytes=100 * MB)) == [(3, 1), (2, 0)]
 
 
-def test_the_smallest_lie_in_front_aligned_and_an_empty_one_has_a_place():
+def test_smallest_gradients_are_placed_first_and_aligned():
     (bucket,) = plan([Gradient("a", 3, 4), Gradient("a", 0, 4), Gradient("a", 17, 4)])
     assert bucket == Bucket("a", (1, 0, 2), (0, 16, 32), 64)
 
 
-def test_a_group_stays_together_whatever_its_size():
+def test_group_is_one_bucket_for_any_size():
     items = floats(30, 30, 30, 30)
     assert members(plan(items, groups=[[0, 2]])) == [(3,), (1,), (2, 0)]
 
 
-def test_a_group_of_two_kinds_travels_in_two_pieces():
+def test_group_of_two_kinds_is_reduced_in_two_pieces():
     items = [*floats(1), *floats(1, kind="float16 cpu")]
     assert members(plan(items, groups=[[0, 1]])) == [(1,), (0,)]
 
 
-def test_an_order_that_was_seen_counts_more_than_the_declared_one():
+def test_observed_order_overrides_the_declared_order():
     items = floats(10, 10, 10, 2, 10)
     order = (3, 0, 4, 1, 2)
     buckets = plan(items, order=order, first_bytes=MB, full_bytes=20 * MB)
     assert members(buckets) == [(3,), (0, 4), (1, 2)]
 
 
-def test_what_became_ready_comes_first_and_the_rest_as_declared():
+def test_observed_order_is_completed_by_the_declared_order():
     assert seen_order([3, 1], 5) == (3, 1, 0, 2, 4)
     assert seen_order([2, 0, 2, 1], 3) == (2, 0, 1)
     assert seen_order([], 3) is None
     assert expected_order(3) == (2, 1, 0)
 
 
-def test_nothing_needs_no_bucket():
+def test_empty_plan_has_no_bucket():
     assert plan([]) == []
 
 
-def test_splitting_makes_runs_of_nearly_equal_length():
+def test_items_are_split_into_runs_of_nearly_equal_length():
     assert split(7, 3) == [[0, 1], [2, 3], [4, 5, 6]]
     assert split(2, 5) == [[0], [1]]
     assert split(0, 3) == []
@@ -88,7 +88,7 @@ sizes = st.lists(
 
 
 @given(sizes, st.randoms(), st.integers(0, 20_000), st.integers(0, 20_000))
-def test_every_item_is_in_one_bucket_and_overlaps_no_other(items, random, first_bytes, full_bytes):
+def test_every_item_is_in_one_bucket_without_overlap(items, random, first_bytes, full_bytes):
     order = list(expected_order(len(items)))
     assert plan(items, first_bytes=first_bytes) == plan(items, first_bytes=first_bytes, order=order)
     random.shuffle(order)

@@ -44,7 +44,9 @@ def world(monkeypatch):
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16, Compression.bf16])
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_an_average_is_one_wherever_it_is_scaled(world, inside, factor, compression, set_to_none):
+def test_average_is_correct_for_any_place_of_scaling(
+    world, inside, factor, compression, set_to_none
+):
     world.become(4, group=MirroredGroup(4, scales_inside=inside))
     model = net(3, 200, 2)
     model.append(torch.nn.Linear(2, 9000, bias=False))  # large enough to be filled in by itself
@@ -71,7 +73,7 @@ def test_an_average_is_one_wherever_it_is_scaled(world, inside, factor, compress
     ids=["contiguous", "transposed", "expanded", "strided"],
 )
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_a_large_gradient_arrives_whatever_it_looks_like(gradient, layout, monkeypatch):
+def test_large_gradient_of_any_layout_is_copied_into_its_bucket(gradient, layout, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # several copy as torch does it
     empty = torch.zeros(600, 500) if layout == "rows" else torch.zeros(500, 600).t()
     parameter = torch.nn.Parameter(empty)
@@ -87,7 +89,7 @@ def test_a_large_gradient_arrives_whatever_it_looks_like(gradient, layout, monke
     assert torch.equal(parameter.grad, gradient)
 
 
-def test_a_group_that_scales_inside_saves_every_other_pass(world):
+def test_scaling_inside_the_group_avoids_further_passes(world):
     world.become(4, group=MirroredGroup(4, scales_inside=True))
     optimizer = sgd(model := net(3, 2), lr=0.0)
     train_once(model, optimizer)
@@ -98,7 +100,7 @@ def test_a_group_that_scales_inside_saves_every_other_pass(world):
     assert bucket.scales == Scales(finishing_over=2)
 
 
-def test_halves_are_made_small_before_they_are_added_up_where_nobody_scales_inside(world):
+def test_half_precision_is_scaled_before_the_sum_when_the_group_does_not_scale(world):
     parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
     optimizer = sgd(torch.nn.ParameterList([parameter]), lr=0.0)
     for _ in range(2):
@@ -110,7 +112,7 @@ def test_halves_are_made_small_before_they_are_added_up_where_nobody_scales_insi
 
 @INSIDE
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
-def test_a_rank_that_joined_scales_as_the_others_do(threads, monkeypatch, inside, compression):
+def test_joined_rank_scales_like_its_peers(threads, monkeypatch, inside, compression):
     """A group of threads breaks where ranks give different scales."""
     monkeypatch.setattr(fake.FakeCollectives, "scales_inside", inside)
     monkeypatch.setattr(gradient_reducer, "FIRST_BYTES", 0)
@@ -130,7 +132,7 @@ def test_a_rank_that_joined_scales_as_the_others_do(threads, monkeypatch, inside
     assert threads(3, run) == [[6.0, 6.0], [4.0, 4.0], [4.0, 4.0]]
 
 
-def test_what_travels_lies_where_the_host_s_other_ranks_reach_it(monkeypatch):
+def test_buckets_are_allocated_in_shared_memory(monkeypatch):
     asked: list[tuple[int, torch.dtype]] = []
     zeros = arena.zeros
 
@@ -145,7 +147,7 @@ def test_what_travels_lies_where_the_host_s_other_ranks_reach_it(monkeypatch):
     assert asked == [(16, torch.float32), (17, torch.float16)]
 
 
-def test_a_gradient_that_stays_in_its_bucket_is_never_written_by_filling():
+def test_refilling_a_bucket_does_not_rewrite_unchanged_gradients():
     parameter: Any = torch.nn.Parameter(torch.zeros(20_000))
     bucket = FlatBucket([parameter], [0], 20_000, torch.float32)
     bucket.scales = Scales(reducing_over=4)
@@ -170,7 +172,7 @@ def test_a_gradient_that_stays_in_its_bucket_is_never_written_by_filling():
         (Place(3, 4, 0, 1, 1, 2), bucket_plan.GPU_FULL_BYTES_APART),
     ],
 )
-def test_buckets_of_a_gpu_are_larger_and_every_rank_knows_how_large(world, place, full):
+def test_bucket_sizes_of_a_gpu_depend_only_on_the_world_and_the_threshold(world, place, full):
     world.place = place
     gpu, cpu = torch.device("cuda", 1), torch.device("cpu")
     assert gradient_reducer.bucket_bytes(world, gpu) == (bucket_plan.FIRST_BYTES, full)
@@ -182,7 +184,7 @@ def test_buckets_of_a_gpu_are_larger_and_every_rank_knows_how_large(world, place
     assert gradient_reducer.bucket_bytes(world, gpu) == (100, 100)
 
 
-def test_a_world_that_comes_to_span_hosts_arranges_its_buckets_anew(world, monkeypatch):
+def test_plan_is_rebuilt_when_the_bucket_size_of_the_world_changes(world, monkeypatch):
     full_at = (0, 0)
     monkeypatch.setattr(gradient_reducer, "bucket_bytes", lambda world, device: full_at)
     optimizer = sgd(model := net(3, 4, 2), lr=0.0)

@@ -54,26 +54,26 @@ def state_of(reverse: bool = False, channels_last: bool = False, **options: Any)
         {"channels_last": True},
     ],
 )
-def test_an_edited_script_is_told_the_first_thing_that_differs(other):
+def test_difference_of_layouts_names_the_first_different_option(other):
     said = layout_diff.difference(state_of(**other).layout(), state_of().layout())
     recorded("log", said.splitlines()[0])
 
 
-def test_equal_scripts_have_equal_layouts_whatever_is_frozen_and_however_often_they_pass():
+def test_layouts_do_not_depend_on_frozen_parameters_and_passes():
     one, two = state_of(), state_of()
     one.model[0].requires_grad_(False)
     one.optimizer.set_backward_passes_per_step(3)
     assert one.layout() == two.layout()
 
 
-def test_which_process_set_averages_may_depend_on_the_rank(monkeypatch):
+def test_layout_does_not_depend_on_the_ranks_of_a_process_set(monkeypatch):
     monkeypatch.setattr(ProcessSet, "included", lambda self: False)
     optimizers = [sgd(net(2, 1), process_set=ProcessSet([rank])) for rank in (0, 1)]
     one, two = [TorchState(optimizer=each).layout() for each in optimizers]
     assert one == two != TorchState(optimizer=sgd(net(2, 1))).layout()
 
 
-def test_an_optimizer_beside_the_state_is_compared_too():
+def test_optimizer_outside_of_the_state_is_compared():
     model = net(2, 1)
     state = TorchState(model=model)
     assert gradient_layout.outside_state(state.handled()) == ""
@@ -88,7 +88,7 @@ def test_an_optimizer_beside_the_state_is_compared_too():
     assert gradient_layout.outside_state(TorchState(model=model, optimizer=other).handled()) == ""
 
 
-def test_several_beside_the_state_are_told_apart_and_come_in_one_order():
+def test_optimizers_outside_of_the_state_are_listed_in_one_order():
     def lines(ops: list[Op]) -> list[str]:
         kept = [sgd(net(2, 1), op=op) for op in ops]
         assert kept
@@ -99,7 +99,7 @@ def test_several_beside_the_state_are_told_apart_and_come_in_one_order():
     assert lines([Op.SUM, Op.AVERAGE]) == said
 
 
-def test_whether_a_parameter_is_frozen_is_committed_and_restored():
+def test_requires_grad_is_committed_and_restored():
     model = net(2, 2, 1)
     model[0].requires_grad_(False)
     state = TorchState(model=model)
@@ -114,7 +114,7 @@ def test_whether_a_parameter_is_frozen_is_committed_and_restored():
     assert all(each.requires_grad for each in model.parameters())
 
 
-def test_a_newcomer_takes_over_what_the_world_has_frozen():
+def test_joining_worker_adopts_the_frozen_parameters_of_the_world():
     there, here = net(2, 2, 1), net(2, 2, 1)
     there[1].requires_grad_(False)
     here[0].requires_grad_(False)

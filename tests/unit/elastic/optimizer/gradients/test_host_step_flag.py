@@ -28,7 +28,7 @@ def copy(monkeypatch) -> Any:
     return found
 
 
-def test_it_is_read_when_its_copy_is_complete(copy):
+def test_step_flag_is_read_after_its_copy_completes(copy):
     mark = torch.zeros(1).as_subclass(OnGpu)
     seen = HostStepFlag(mark)
     seen.fetch()
@@ -38,7 +38,7 @@ def test_it_is_read_when_its_copy_is_complete(copy):
     copy.wait.assert_called_once_with()
 
 
-def test_a_copy_that_never_ends_is_a_lost_device_and_no_wait_inside_cuda(copy):
+def test_endless_copy_raises_device_lost(copy):
     copy.wait.side_effect = DeviceLost("a copy did not complete")
     seen = HostStepFlag(torch.zeros(1).as_subclass(OnGpu))
     seen.fetch()
@@ -46,7 +46,7 @@ def test_a_copy_that_never_ends_is_a_lost_device_and_no_wait_inside_cuda(copy):
         seen.read(Op.SUM)
 
 
-def test_on_the_cpu_nothing_is_copied():
+def test_step_flag_on_the_cpu_is_not_copied():
     mark = torch.zeros(1)
     seen = HostStepFlag(mark)
     seen.fetch()

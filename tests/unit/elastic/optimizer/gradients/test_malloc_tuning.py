@@ -38,7 +38,7 @@ class Libc:
         return 1
 
 
-def test_small_gradients_change_nothing():
+def test_small_gradients_do_not_change_the_malloc_thresholds():
     libc = Libc()
     memory = MallocTuning(libc, may=True)
     memory.keep(MB - 1)
@@ -58,7 +58,7 @@ def test_thresholds_follow_the_largest_gradient_within_bounds_and_never_fall():
     assert libc.told[2:] == [("mmap threshold", 48 * MB + 4096), ("mmap threshold", 64 * MB)]
 
 
-def test_what_a_step_frees_is_kept():
+def test_memory_freed_by_a_step_is_kept_by_malloc():
     libc = Libc()
     memory = MallocTuning(libc, may=True)
     memory.keep(1000, freed=300 * MB)  # many small gradients
@@ -68,7 +68,7 @@ def test_what_a_step_frees_is_kept():
     assert libc.told[2:] == [("trim threshold", (1 << 31) - 1)]
 
 
-def test_an_older_version_gets_what_it_takes():
+def test_older_libc_gets_the_largest_accepted_threshold():
     libc = Libc(limit=32 * MB)
     memory = MallocTuning(libc, may=True)
     memory.keep(48 * MB)
@@ -76,7 +76,7 @@ def test_an_older_version_gets_what_it_takes():
     assert libc.told == [KEPT, ("mmap threshold", 32 * MB)]
 
 
-def test_what_the_first_step_left_is_given_back_once():
+def test_memory_of_the_first_step_is_trimmed_once():
     libc = Libc()
     memory = MallocTuning(libc, may=True)
     memory.keep(MB)
@@ -87,14 +87,14 @@ def test_what_the_first_step_left_is_given_back_once():
     assert libc.told == [("trim", 0)]
 
 
-def test_another_c_library_is_left_alone():
+def test_unknown_libc_is_not_tuned():
     other: Any = SimpleNamespace()
     memory = MallocTuning(other, may=True)
     memory.keep(100 * MB)
     memory.filled()
 
 
-def test_what_the_user_chose_is_left_alone():
+def test_malloc_settings_of_the_user_are_kept():
     libc = Libc()
     memory = MallocTuning(libc, may=False)
     memory.keep(100 * MB)
@@ -116,11 +116,11 @@ def test_what_the_user_chose_is_left_alone():
         ({"LD_PRELOAD": "libmimalloc.so"}, True),
     ],
 )
-def test_an_allocator_is_chosen_by_the_usual_variables(environ, chosen):
+def test_custom_allocator_is_detected_from_environment_variables(environ, chosen):
     assert environment.allocator_chosen(environ) is chosen
 
 
-def test_an_optimizer_of_many_bytes_of_gradients_says_so_in_its_first_step(monkeypatch):
+def test_optimizer_with_large_gradients_tunes_malloc_in_its_first_step(monkeypatch):
     world = World(2)
     libc = Libc()
     monkeypatch.setattr(lifecycle, "current", lambda: world)
@@ -138,7 +138,7 @@ def test_an_optimizer_of_many_bytes_of_gradients_says_so_in_its_first_step(monke
     assert not torch.is_tensor(model[0].weight.grad)
 
 
-def test_gradients_of_shards_are_freed_whether_they_wait_or_not(monkeypatch):
+def test_trim_threshold_covers_gradients_of_waiting_shards(monkeypatch):
     libc = Libc()
     monkeypatch.setattr(malloc_tuning, "_of_process", MallocTuning(libc, may=True))
     plan = ShardPlan(Compression.none)

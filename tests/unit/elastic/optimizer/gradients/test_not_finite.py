@@ -12,7 +12,7 @@ def largest(gradient: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("start", [0, 5])
-def test_wrong_row_of_a_large_gradient_is_examined_wherever_it_is(dtype, start):
+def test_large_row_of_a_large_gradient_is_found_at_any_position(dtype, start):
     elements = WHOLE_BYTES // dtype.itemsize
     storage = torch.full((start + 2 * elements,), math.inf, dtype=dtype)
     gradient = storage[start : start + elements + 1000].view(-1, 1)
@@ -25,7 +25,7 @@ def test_wrong_row_of_a_large_gradient_is_examined_wherever_it_is(dtype, start):
         gradient.zero_()
 
 
-def test_small_and_non_contiguous_gradients_are_examined_whole():
+def test_small_and_non_contiguous_gradients_are_examined_completely():
     for gradient in (torch.zeros(100, 100), torch.zeros(1000, 1000).t()):
         gradient[-1, -1] = math.nan
         assert any(map(math.isnan, extremes(examined(gradient))))

@@ -61,7 +61,7 @@ def compared(*proposals: PlanProposal | None) -> plan_agreement.PlanVerdict:
 @pytest.mark.parametrize("op", FOLDS)
 @pytest.mark.parametrize("joined", [0, 1, 5])
 @pytest.mark.parametrize("mark", [StepFlag.STEP, StepFlag.CHANGE])
-def test_one_rank_that_has_data_is_heard_among_any_number_that_joined(op, joined, mark):
+def test_flag_of_ranks_with_data_is_read_among_any_number_of_joined_ranks(op, joined, mark):
     for others in (1, 2, 30):
         sent = [plan_agreement.mark_value(op, StepFlag.JOINED)] * joined + [
             plan_agreement.mark_value(op, mark)
@@ -70,19 +70,19 @@ def test_one_rank_that_has_data_is_heard_among_any_number_that_joined(op, joined
 
 
 @pytest.mark.parametrize("op", FOLDS)
-def test_all_joined_is_heard_too(op):
+def test_flag_of_all_joined_ranks_is_read_as_joined(op):
     sent = [plan_agreement.mark_value(op, StepFlag.JOINED)] * 7
     assert plan_agreement.read_mark(op, FOLDS[op](sent)) is StepFlag.JOINED
 
 
-def test_a_mark_survives_the_scale_of_an_average():
+def test_flag_is_readable_after_the_scaling_of_an_average():
     for size in (2, 1000):
         for mark in (StepFlag.STEP, StepFlag.CHANGE):
             one = plan_agreement.mark_value(Op.SUM, mark) / size
             assert plan_agreement.read_mark(Op.SUM, one) is mark
 
 
-def test_a_sum_or_product_too_large_for_its_dtype_is_still_understood():
+def test_flag_is_readable_after_an_overflow():
     assert plan_agreement.read_mark(Op.SUM, math.inf) is StepFlag.STEP
     assert plan_agreement.read_mark(Op.SUM, -math.inf) is StepFlag.CHANGE
     assert plan_agreement.read_mark(Op.PRODUCT, math.inf) is StepFlag.STEP
@@ -90,7 +90,7 @@ def test_a_sum_or_product_too_large_for_its_dtype_is_still_understood():
 
 
 @pytest.mark.parametrize("op", FOLDS)
-def test_one_change_is_heard_among_any_number_of_steps(op):
+def test_single_change_flag_is_read_among_any_number_of_steps(op):
     for others in (1, 2, 30, 300):
         sent = [
             plan_agreement.mark_value(op, mark)
@@ -102,7 +102,7 @@ def test_one_change_is_heard_among_any_number_of_steps(op):
 # ---- comparing -----------------------------------------------------------------------------------
 
 
-def test_ranks_that_joined_have_no_say_in_what_must_be_equal():
+def test_joined_ranks_are_excluded_from_the_comparison_of_plans():
     verdict = compared(None, proposed(rank=1, sparse=1), proposed(rank=2, sparse=2))
     assert verdict.equal and verdict.alike and verdict.greatest.compared == proposed().compared
     assert verdict.joined and verdict.source == 1 and verdict.greatest.sparse == 2
@@ -110,19 +110,19 @@ def test_ranks_that_joined_have_no_say_in_what_must_be_equal():
 
 
 @pytest.mark.parametrize("field", ["digest", "parameters", "replaces", "anew"])
-def test_a_difference_is_seen_by_all_with_its_bounds(field):
+def test_difference_of_plans_is_found_with_its_bounds(field):
     own = proposed()
     verdict = compared(own, own._replace(**{field: getattr(own, field) + 1}, rank=1))
     assert not verdict.equal and verdict.alike and not verdict.joined
     assert getattr(verdict.least, field) + 1 == getattr(verdict.greatest, field)
 
 
-def test_other_trained_parameters_are_no_difference_of_plans():
+def test_different_numbers_of_trained_parameters_do_not_make_plans_unequal():
     verdict = compared(proposed(trains=5), proposed(trains=6, rank=1))
     assert verdict.equal and not verdict.alike and not verdict.same_order
 
 
-def test_an_order_that_all_have_seen_need_not_be_told():
+def test_order_known_to_all_ranks_is_not_sent():
     first, same, other = (
         proposed(rank=rank + 1, order=plan_agreement.order_digest(order))
         for rank, order in enumerate([(2, 1, 0), (2, 1, 0), (0, 1, 2)])
@@ -140,19 +140,19 @@ def test_an_order_that_all_have_seen_need_not_be_told():
         ((ComparisonPoint.LAST_PASS, ComparisonPoint.STEP), False),
     ],
 )
-def test_a_pass_is_the_last_if_it_is_so_on_all_ranks_with_data(points, last):
+def test_pass_is_the_last_when_last_on_all_ranks_with_data(points, last):
     ranks = [proposed(rank=rank, point=point) for rank, point in enumerate(points)]
     assert compared(*ranks, None).last is last
 
 
-def test_backward_passes_of_different_optimizers_are_compared_again_in_their_steps():
+def test_different_optimizers_in_backward_are_compared_again_in_step():
     passing = [proposed(rank=rank, digest=rank, point=ComparisonPoint.LAST_PASS) for rank in (0, 1)]
     assert compared(*passing).again
     stepping = [each._replace(point=ComparisonPoint.STEP) for each in passing]
     assert compared(stepping[0], passing[1]).again and not compared(*stepping).again
 
 
-def test_optimizers_with_equal_parameters_are_told_apart_by_their_order_of_creation():
+def test_optimizers_with_equal_parameters_are_distinguished_by_order_of_creation():
     ranks = [
         proposed(rank=rank, twin=rank, twins=2, point=ComparisonPoint.LAST_PASS) for rank in (0, 1)
     ]
@@ -160,12 +160,12 @@ def test_optimizers_with_equal_parameters_are_told_apart_by_their_order_of_creat
     assert not compared(*(each._replace(twins=1) for each in ranks)).again
 
 
-def test_nobody_is_left_to_propose():
+def test_comparison_without_proposals_has_no_source():
     verdict = compared(None, None, None)
     assert verdict.source is None and not verdict.again
 
 
-def test_a_layout_survives_the_wire():
+def test_step_plan_survives_encoding():
     sent = StepPlan(
         1 << 61,
         (1, 0, 1),
@@ -195,7 +195,7 @@ def agree(
     return number
 
 
-def test_each_optimizer_has_its_group_and_the_first_needs_no_other_to_agree():
+def test_each_optimizer_has_its_own_agreement_group():
     known, one, two = Plans(), Optimizer(), Optimizer()
     channels = [known.channel]
     assert agree(known, 1, one) == 0
@@ -213,7 +213,7 @@ def test_a_plan_that_changes_keeps_its_number():
     assert [each.layout.digest for each in known.agreed] == [3, 2]
 
 
-def test_the_number_of_an_optimizer_that_is_gone_everywhere_is_used_again():
+def test_plan_number_is_reused_once_its_optimizer_is_gone_on_all_ranks():
     known, keep = Plans(), Optimizer()
     agree(known, 1, keep)
     gone = Optimizer()
@@ -230,7 +230,7 @@ def test_the_number_of_an_optimizer_that_is_gone_everywhere_is_used_again():
 # ---- what happened while this rank had joined ----------------------------------------------------
 
 
-def test_an_optimizer_finds_the_plan_that_the_others_made_without_it():
+def test_optimizer_adopts_a_plan_agreed_without_its_rank():
     known, own = Plans(), Optimizer()
     known.record(0, layout(5), None)
     assert known.taken()[0] == 1  # its owner may come yet
@@ -240,7 +240,7 @@ def test_an_optimizer_finds_the_plan_that_the_others_made_without_it():
     assert known.adopt(Optimizer(), 5, -1) is None  # it has one
 
 
-def test_an_optimizer_whose_plan_was_replaced_has_to_have_changed_alike():
+def test_optimizer_whose_plan_was_replaced_must_have_changed_equally():
     known, own = Plans(), Optimizer()
     agree(known, 5, own)
     known.record(0, layout(6), None)
@@ -251,7 +251,7 @@ def test_an_optimizer_whose_plan_was_replaced_has_to_have_changed_alike():
     assert agreed is known.agreed[0] and agreed.version == 1
 
 
-def test_a_new_generation_begins_with_nothing_agreed():
+def test_new_generation_has_no_agreed_plans():
     class Runtime:
         generation = 1
 

@@ -20,7 +20,7 @@ def runtime():
     lifecycle.shutdown()
 
 
-def test_reducers_when_threads_create_and_list_them_then_all_created_ones_are_listed():
+def test_reducers_created_and_listed_concurrently_are_all_listed():
     begins = threading.Barrier(4)
     kept: list[torch.optim.Optimizer] = []
 

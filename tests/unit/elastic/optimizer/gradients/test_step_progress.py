@@ -48,7 +48,7 @@ class Rank:
             slot.passes_left = self.passes
 
 
-def test_a_pass_is_the_last_if_no_gradient_is_missing_after_it():
+def test_pass_is_the_last_when_no_gradient_is_missing():
     rank = Rank(parameters=2)
     assert rank.backward(0) is PassEnd.NOTHING
     assert rank.backward(1) is PassEnd.LAUNCH
@@ -57,7 +57,7 @@ def test_a_pass_is_the_last_if_no_gradient_is_missing_after_it():
     assert rank.progress.phase is StepPhase.IDLE and rank.progress.usual == 2
 
 
-def test_with_an_unused_parameter_the_second_step_knows_its_last_pass():
+def test_last_pass_is_known_from_the_second_step_with_an_unused_parameter():
     rank = Rank(parameters=2)
     assert rank.backward(0) is PassEnd.NOTHING  # another loss may follow
     rank.finish()
@@ -66,7 +66,7 @@ def test_with_an_unused_parameter_the_second_step_knows_its_last_pass():
     assert [slot.passes_left for slot in rank.slots] == [0, 0]
 
 
-def test_a_step_with_fewer_passes_than_usual_is_left_to_finish():
+def test_step_with_fewer_passes_than_usual_is_reduced_in_finish():
     rank = Rank(parameters=3)
     rank.backward(0)
     rank.backward(1)
@@ -76,14 +76,14 @@ def test_a_step_with_fewer_passes_than_usual_is_left_to_finish():
     assert rank.progress.usual == 2
 
 
-def test_a_pass_that_leaves_a_parameter_with_some_of_its_gradients_is_not_the_last():
+def test_pass_with_partially_accumulated_parameters_is_not_the_last():
     rank = Rank(parameters=2, passes=2)
     rank.progress.usual = 1
     assert rank.backward(0, 1) is PassEnd.NOTHING and rank.progress.partial == 2
     assert rank.backward(0, 1) is PassEnd.LAUNCH and rank.progress.partial == 0
 
 
-def test_an_inner_pass_counts_only_if_it_completes_the_step():
+def test_inner_pass_counts_only_when_completing_the_step():
     rank = Rank(parameters=2)
     assert rank.backward(0, inner=True) is PassEnd.NOTHING and rank.progress.ended == 0
     assert rank.backward(1, inner=True) is PassEnd.LAUNCH
@@ -100,7 +100,7 @@ def test_plans_are_compared_at_the_end_of_a_pass(parameters, end):
     assert rank.progress.phase is StepPhase.RECEIVING
 
 
-def test_a_pass_is_the_last_of_the_first_step_if_it_is_so_on_all_ranks():
+def test_pass_of_the_first_step_is_the_last_when_last_on_all_ranks():
     rank = Rank(parameters=2)
     rank.plan = PlanState.UNCOMPARED
     rank.backward(0, 1)
@@ -108,7 +108,7 @@ def test_a_pass_is_the_last_of_the_first_step_if_it_is_so_on_all_ranks():
     assert rank.progress.phase is StepPhase.COMPLETING
 
 
-def test_if_ranks_disagree_on_the_last_pass_the_step_is_left_to_finish():
+def test_disagreement_on_the_last_pass_defers_the_reduction_to_finish():
     rank = Rank(parameters=2)
     rank.plan = PlanState.UNCOMPARED
     rank.backward(0)
@@ -120,7 +120,7 @@ def test_if_ranks_disagree_on_the_last_pass_the_step_is_left_to_finish():
     assert rank.backward(0, 1) is PassEnd.LAUNCH
 
 
-def test_optimizers_whose_passes_run_in_different_orders_are_left_to_finish():
+def test_optimizers_with_different_pass_orders_reduce_only_in_finish():
     rank = Rank(parameters=1)
     rank.only_finish = True
     assert rank.backward(0) is PassEnd.NOTHING
@@ -135,13 +135,13 @@ def test_a_changed_plan_is_replaced_at_the_usual_last_pass():
     assert rank.backward() is PassEnd.REPLACE_PLAN and rank.progress.phase is StepPhase.COMPLETING
 
 
-def test_a_changed_plan_of_unknown_passes_is_left_to_finish():
+def test_changed_plan_with_unknown_passes_defers_the_reduction_to_finish():
     rank = Rank(parameters=1)
     rank.plan = PlanState.CHANGED
     assert rank.backward() is PassEnd.NOTHING and rank.progress.phase is StepPhase.RECEIVING
 
 
-def test_a_pass_after_the_reduction_changes_nothing():
+def test_pass_after_the_reduction_has_no_effect():
     rank = Rank(parameters=1)
     rank.backward(0)
     rank.progress.reduced()

@@ -146,7 +146,7 @@ def same(one: Any, other: Any) -> bool:
     ],
     ids=str,
 )
-def test_every_world_has_the_same_bits(ranks, count, dtype):
+def test_sharded_training_has_the_same_bits_in_every_world(ranks, count, dtype):
     (alone,) = ranks(1, lambda rank: train(count, dtype))
     for size in (2, 3, 4, 7):
         for found in ranks(size, lambda rank: train(count, dtype)):
@@ -155,7 +155,7 @@ def test_every_world_has_the_same_bits(ranks, count, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", [Compression.fp16, Compression.bf16])
-def test_what_is_compressed_has_the_same_bits_in_every_world(ranks, compression):
+def test_compressed_gradients_have_the_same_bits_in_every_world(ranks, compression):
     (alone,) = ranks(1, lambda rank: train(5, compression=compression))
     (plain,) = ranks(1, lambda rank: train(5))
     assert alone[0] == pytest.approx(plain[0], rel=0.02) and not same(alone, plain)
@@ -165,7 +165,7 @@ def test_what_is_compressed_has_the_same_bits_in_every_world(ranks, compression)
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_complex_gradients_are_the_same_in_every_world(ranks, exact):
+def test_complex_gradients_are_equal_in_every_world(ranks, exact):
     def rank(_: int) -> torch.Tensor:
         phase = torch.nn.Parameter(torch.ones(90, dtype=torch.complex64))
         shards = Shards(5, exact=exact)
@@ -190,7 +190,7 @@ def test_complex_gradients_are_the_same_in_every_world(ranks, exact):
 
 
 @pytest.mark.parametrize("elements", [3, 600_000])  # large ones are copied past the caches
-def test_each_shard_is_rounded_and_so_is_each_sum(ranks, elements):
+def test_each_shard_and_each_sum_is_rounded(ranks, elements):
     def step(rank):
         weight = torch.nn.Parameter(torch.zeros(elements))
         shards = Shards(3)
@@ -210,7 +210,7 @@ def test_each_shard_is_rounded_and_so_is_each_sum(ranks, elements):
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
-def test_a_gradient_scaler_has_one_verdict(ranks, size):
+def test_gradient_scaler_has_the_same_verdict_on_all_ranks(ranks, size):
     """One infinity in one shard: no rank steps, and all halve their scale; the next step is taken by all, also by a
     spare, which scales no loss.
     """
@@ -242,7 +242,7 @@ def test_a_gradient_scaler_has_one_verdict(ranks, size):
         assert found[1] == alone[1] and found[0][::2] == alone[0][::2]
 
 
-def test_several_means_travel_together(ranks):
+def test_several_means_are_computed_in_one_call(ranks):
     def step(rank):
         shards = Shards(3)
         held = list(shards)
@@ -286,7 +286,7 @@ def test_a_division_waits_while_a_rank_fetches_the_next_step_before_commits(
     assert ranks(2, step) == [4, 4]
 
 
-def test_a_loader_fetches_a_step_when_it_hands_it_out(ranks, first_is_slow):
+def test_loader_fetches_a_step_when_yielding_the_step(ranks, first_is_slow):
     def steps(rank, fetches):
         shards = Shards(8)
         loader = DataLoader(list(range(64)), global_batch_size=16, shards=shards)
@@ -303,7 +303,7 @@ def test_a_loader_fetches_a_step_when_it_hands_it_out(ranks, first_is_slow):
     assert ranks(2, lambda rank: steps(rank, True)) == [4, 4]
 
 
-def test_a_mean_after_a_commit_takes_numbers_of_either_division(ranks, first_is_slow):
+def test_mean_after_a_commit_accepts_numbers_of_either_division(ranks, first_is_slow):
     def step(rank):
         shards = committed_shards()
         before = list(shards)
@@ -316,7 +316,7 @@ def test_a_mean_after_a_commit_takes_numbers_of_either_division(ranks, first_is_
     assert ranks(2, step) == [(3.5, 3.5)] * 2
 
 
-def test_a_mean_of_numbers_of_two_divisions_is_refused_on_all_ranks(ranks, first_is_slow):
+def test_mean_of_numbers_of_two_divisions_is_refused_on_all_ranks(ranks, first_is_slow):
     def step(rank):
         shards = committed_shards()
         before = list(shards)
@@ -360,7 +360,7 @@ def test_without_exactness_the_mean_is_the_same_but_for_rounding(ranks):
     assert not same(found[0], alone)
 
 
-def test_the_mean_of_gradients_is_that_of_the_whole_batch(ranks):
+def test_mean_of_gradients_equals_the_whole_batch(ranks):
     def of_all(rank):
         model = Network()
         shards = Shards(6)
@@ -398,7 +398,7 @@ class Backwards(torch.nn.Module):
 
 
 @pytest.mark.parametrize("count", [2, 6])
-def test_all_ranks_take_the_order_that_rank_0_has_seen(ranks, count):
+def test_all_ranks_adopt_the_order_observed_by_rank_0(ranks, count):
     """From the second step on all buckets but one travel before the last gradient comes; and whatever the buckets are,
     sums have the same bits.
     """
@@ -436,7 +436,7 @@ def test_all_ranks_take_the_order_that_rank_0_has_seen(ranks, count):
             assert all(map(torch.equal, alone, weights))
 
 
-def test_gradients_that_share_memory_are_added_up_apart(ranks):
+def test_gradients_that_share_memory_are_summed_separately(ranks):
     """Views of both are added up, so backward gives both the same gradient."""
 
     def step(rank):
@@ -480,7 +480,7 @@ def an_ulp_in_one_gradient_of_one_rank(setattr):
         an_ulp_in_one_gradient_of_one_rank,
     ],
 )
-def test_a_planted_bug_is_seen(ranks, monkeypatch, plant):
+def test_planted_bug_changes_the_result(ranks, monkeypatch, plant):
     (alone,) = ranks(1, lambda rank: train(7))
     plant(monkeypatch.setattr)
     found = ranks(3, lambda rank: train(7))
@@ -521,7 +521,7 @@ def run_step(model: Any, shards: Shards, within: Any = None) -> None:
     # An address differs in each process of a run.
     ids=lambda it: " ".join(it) if isinstance(it, dict) else it,
 )
-def test_what_would_depend_on_who_holds_what_is_refused(ranks, options):
+def test_options_that_depend_on_the_shard_assignment_are_refused(ranks, options):
     with raises(Invalid):
         ranks(1, lambda rank: made(**options))
 
@@ -613,12 +613,12 @@ def sparse(model, shards, optimizer):
         sparse,
     ],
 )
-def test_a_mistake_in_the_loop_is_told(ranks, mistake):
+def test_mistakes_in_the_shard_loop_are_refused(ranks, mistake):
     with raises(Invalid):
         ranks(1, lambda rank: mistake(*made()))
 
 
-def test_no_optimizer_steps_in_the_loop_not_even_one_that_was_not_wrapped():
+def test_optimizer_step_inside_the_shard_loop_is_refused():
     parameter = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     shards = Shards(2)
@@ -630,7 +630,7 @@ def test_no_optimizer_steps_in_the_loop_not_even_one_that_was_not_wrapped():
             optimizer.step()
 
 
-def test_ranks_with_other_shards_are_told(ranks):
+def test_ranks_with_different_shards_raise_state_mismatch(ranks):
     def step(rank):
         model = torch.nn.Linear(3, 1)
         shards = Shards(2, seed=rank)
@@ -653,7 +653,9 @@ def test_fewer_shards_than_the_least_workers_are_refused_before_training(ranks):
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_a_rank_that_computes_differently_is_told_or_let_in(ranks, monkeypatch, caplog, allowed):
+def test_rank_with_different_arithmetic_is_refused_unless_inexact_is_allowed(
+    ranks, monkeypatch, caplog, allowed
+):
     monkeypatch.setattr(
         "elastic.exact.probe.lines",
         lambda: [f"arithmetic.threads {1 + lifecycle.current().place.rank}"],
@@ -675,7 +677,7 @@ def test_a_rank_that_computes_differently_is_told_or_let_in(ranks, monkeypatch, 
     recorded("log", caplog.text)
 
 
-def test_another_number_of_threads_in_the_middle_is_told(ranks, monkeypatch):
+def test_changed_thread_count_during_training_is_refused(ranks, monkeypatch):
     def step(rank):
         model, shards, optimizer = made()
         run_step(model, shards)
@@ -687,7 +689,7 @@ def test_another_number_of_threads_in_the_middle_is_told(ranks, monkeypatch):
         ranks(1, step)
 
 
-def test_statistics_of_all_ranks_are_refused():
+def test_sync_batch_norm_is_refused_with_shards():
     with raises(Invalid):
         Shards(2).watch(torch.nn.Sequential(SyncBatchNorm(3)))
 
@@ -738,7 +740,7 @@ def taken(step: Any) -> Any:
         lambda shards: next(iter(loader_of(shards=shards)))[0],
     ],
 )
-def test_what_is_no_step_of_this_rank_is_refused(ranks, batches):
+def test_batches_that_are_no_step_of_this_rank_are_refused(ranks, batches):
     """With the number alone a loader deals blocks. In a world of 3 these are the ranks' shards, and in others not."""
 
     def step(rank):
@@ -749,7 +751,7 @@ def test_what_is_no_step_of_this_rank_is_refused(ranks, batches):
         ranks(3, step)
 
 
-def test_what_follows_shards_is_in_one_state_with_them(ranks):
+def test_optimizers_and_schedules_of_shards_must_be_in_one_state_with_the_shards(ranks):
     def states(rank):
         said = []
         model, shards, optimizer = made()
@@ -777,7 +779,7 @@ def test_what_follows_shards_is_in_one_state_with_them(ranks):
     recorded("errors", said)
 
 
-def test_another_batch_is_another_run():
+def test_layout_of_a_sharded_loader_contains_its_batch_size():
     shards = Shards(4)
     said = loader_of(shards=shards).layout()
     assert said != DataLoader(range(16), global_batch_size=4, shards=shards).layout()
@@ -820,7 +822,7 @@ def drawn_beside(samples: list[Any]) -> list[float]:
 @pytest.mark.parametrize(
     "dataset", [Augmented(), Streamed(), FILES], ids=["indexed", "stream", "files"]
 )
-def test_what_makes_a_batch_of_samples_draws_the_same_whoever_does_it(
+def test_collate_function_draws_the_same_numbers_on_any_rank_and_worker(
     monkeypatch, dataset, workers
 ):
     def load(rank: int, size: int, workers: int = 0) -> list[tuple[int, list[float]]]:
@@ -844,7 +846,7 @@ def test_what_makes_a_batch_of_samples_draws_the_same_whoever_does_it(
 @pytest.mark.parametrize(
     "dataset", [Augmented(), Streamed(), FILES], ids=["indexed", "stream", "files"]
 )
-def test_what_a_script_draws_does_not_depend_on_who_loads_the_samples(dataset, workers):
+def test_random_numbers_of_a_script_do_not_depend_on_loader_workers(dataset, workers):
     """Within the shards and between two steps."""
 
     def draw() -> list[float]:
@@ -859,14 +861,14 @@ def test_what_a_script_draws_does_not_depend_on_who_loads_the_samples(dataset, w
 
 
 @pytest.mark.parametrize("changed", [{"count": 4}, {"seed": 2}, {"exact": False}], ids=str)
-def test_a_run_can_not_be_resumed_with_other_shards(changed):
+def test_run_cannot_be_resumed_with_different_shards(changed):
     saved = Shards(8, seed=1).state_dict()
     with raises(StateMismatch):
         Shards(**{"count": 8, "seed": 1} | changed).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("bad", [{"count": 0}, {"count": 2.0}, {"count": 2, "seed": -1}], ids=str)
-def test_bad_numbers(bad):
+def test_invalid_numbers_of_shards_are_refused(bad):
     with raises(Invalid):
         Shards(**bad)
 
@@ -874,7 +876,7 @@ def test_bad_numbers(bad):
 # ---- sums of several passes, and of two optimizers -----------------------------------------------
 
 
-def test_several_backward_passes_of_a_shard_are_added_up(ranks):
+def test_several_backward_passes_of_a_shard_are_accumulated(ranks):
     def step(rank):
         model, shards, _ = made(backward_passes_per_step=2)
         run_step(model, shards, lambda: (2 * model(torch.ones(2, 3)).sum()).backward())
@@ -884,7 +886,7 @@ def test_several_backward_passes_of_a_shard_are_added_up(ranks):
         assert torch.equal(gradient, torch.full((1, 3), 6.0))
 
 
-def test_two_optimizers_send_in_one_order(ranks):
+def test_two_optimizers_reduce_in_one_order(ranks):
     def step(rank):
         first, shards, one = made()
         second, _, two = made(shards=shards)

@@ -42,13 +42,13 @@ def frames_of(text: str) -> list[str]:
     ]
 
 
-def test_without_our_frames_it_is_what_python_prints():
+def test_traceback_without_frames_of_this_package_is_unchanged():
     error = raised(mine)
     plain = "".join(traceback.format_exception(error))
     assert folding.folded(error) == folding.whole(error) == plain
 
 
-def test_our_frames_between_those_of_the_script_are_one_line():
+def test_frames_of_this_package_between_script_frames_are_folded_to_one_line():
     error = raised(through_us, mine)
     text = folding.folded(error)
     assert run_function.__file__ in folding.whole(error)
@@ -57,7 +57,7 @@ def test_our_frames_between_those_of_the_script_are_one_line():
     assert text.endswith("ValueError: mine\n")
 
 
-def test_an_error_of_ours_is_shown_at_the_line_of_the_script():
+def test_error_raised_by_elastic_is_shown_at_the_line_of_the_script():
     error = raised(ours)
     assert isinstance(error, Invalid)
     assert set(frames_of(folding.folded(error))) == {__file__}
@@ -85,7 +85,7 @@ def one_after_another(files: list[str], function) -> None:
 
 
 @pytest.mark.parametrize("module", ["_compile.py", "_dynamo/eval_frame.py", "autograd/function.py"])
-def test_frames_of_torch_between_two_of_ours_are_folded_with_them(module):
+def test_torch_frames_between_frames_of_this_package_are_folded(module):
     between = os.path.join("lib", "site-packages", "torch", *module.split("/"))
     ours = elastic.__file__
     error = raised(one_after_another, [ours, between, ours], functools.partial(int, "x"))
@@ -95,7 +95,7 @@ def test_frames_of_torch_between_two_of_ours_are_folded_with_them(module):
 
 
 @pytest.mark.parametrize(("depth", "folds"), [(folding.LONG, False), (folding.LONG + 1, True)])
-def test_many_frames_of_a_library_between_those_of_the_script_are_one_line(depth, folds):
+def test_many_library_frames_between_script_frames_are_folded_to_one_line(depth, folds):
     text = folding.folded(raised(through, TORCH, mine, depth))
     assert (TORCH not in text) is folds and (f"  [{depth} " in text) is folds
     assert text.endswith("ValueError: mine\n")
@@ -118,7 +118,7 @@ def test_frames_of_a_library_that_raises_are_shown():
         (elastic.__file__, folding.OURS),
     ],
 )
-def test_whose_code_a_file_has(file, library):
+def test_library_of_a_file_is_derived_from_its_path(file, library):
     assert folding.library_of(file) == library
 
 
@@ -129,13 +129,13 @@ def chained() -> None:
         raise RuntimeError("outer") from error
 
 
-def test_a_cause_is_folded_too():
+def test_traceback_of_a_cause_is_folded():
     text = folding.folded(raised(chained))
     assert set(frames_of(text)) == {__file__} and text.count("  [4 ") == 1
     assert "ValueError: mine\n" in text and text.endswith("RuntimeError: outer\n")
 
 
-def test_a_cause_that_is_ours_alone_is_left_out():
+def test_cause_with_only_frames_of_this_package_is_omitted():
     def caused() -> None:
         cause = CollectiveFailed("aborted")
         code = compile("def fail(cause): raise cause", run_function.__file__, "exec")
@@ -159,7 +159,7 @@ def test_the_members_of_a_group_are_folded():
     assert text.count("ValueError: mine") == 2 and text.count("[4 ") == 1
 
 
-def test_a_digest_is_of_classes_and_lines_and_not_of_messages():
+def test_digest_depends_on_classes_and_lines_and_not_on_messages():
     def fails(message: str, kind: type[Exception] = ValueError) -> None:
         raise kind(message)
 

@@ -55,7 +55,7 @@ def caused_by(error: BaseException, cause: BaseException | None = None) -> BaseE
         (Invalid("x"), False),
     ],
 )
-def test_whose_trouble_it_is(error, peer):
+def test_errors_caused_by_a_lost_peer_are_recognized(error, peer):
     assert sending.because_of_a_peer(error) is peer
 
 
@@ -73,7 +73,7 @@ def test_exception_that_a_lost_driver_caused_is_marked(error, driver):
     assert sending.of(error).driver is driver
 
 
-def test_what_is_sent_is_one_line_for_the_agent(pipe):
+def test_exception_is_sent_to_the_agent_as_one_line(pipe):
     read, environ = pipe
     assert sending.send(ValueError("a\nb \ud800"), environ)
     data = os.read(read, 1 << 16)
@@ -87,7 +87,7 @@ def test_a_message_of_any_length_is_cut(pipe):
 
 
 @pytest.mark.parametrize("told", ["", "/proc/1/fd/999:5", "nothing"])
-def test_without_an_agent_nothing_is_sent(told):
+def test_no_exception_is_sent_without_an_agent(told):
     assert not sending.send(ValueError("x"), {DIAGNOSTICS: told})
 
 
@@ -115,19 +115,19 @@ def test_an_uncaught_exception_is_sent_to_the_agent_and_not_to_stderr(pipe):
     assert sent.summary.startswith("ZeroDivisionError") and not sent.peer
 
 
-def test_without_an_agent_it_is_printed_as_ever():
+def test_exception_is_printed_by_python_without_an_agent():
     done = run("1 / 0", {})
     assert done.returncode == 1
     recorded("messages", done.stderr)
 
 
-def test_a_script_and_its_children_do_not_find_the_folder(tmp_path):
+def test_script_and_its_children_have_no_changed_pythonpath(tmp_path):
     code = "import os, sys; print(os.environ.get('PYTHONPATH'), sys.path.count(sys.argv[0]))"
     assert run(code, {}).stdout.startswith("None ")
     assert run(code, {}, f"{START}{os.pathsep}{tmp_path}").stdout.startswith(f"{tmp_path} ")
 
 
-def test_a_sitecustomize_of_the_user_is_imported_all_the_same(tmp_path, pipe):
+def test_sitecustomize_of_the_user_is_still_imported(tmp_path, pipe):
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.mine = __file__\n")
     done = run("print(mine); 1 / 0", pipe[1], f"{START}{os.pathsep}{tmp_path}")
     assert (done.stdout, done.stderr) == (f"{tmp_path / 'sitecustomize.py'}\n", "")
@@ -138,7 +138,7 @@ def test_a_forked_child_prints_its_own_exception(pipe):
     recorded("messages", run(code, pipe[1]).stderr)
 
 
-def test_an_agent_that_reads_nothing_is_not_waited_for_without_end(pipe, monkeypatch):
+def test_unresponsive_agent_is_waited_for_only_up_to_a_limit(pipe, monkeypatch):
     read, environ = pipe
     monkeypatch.setattr(sending, "READ_S", 0.01)
     assert not sending.send(ValueError("x" * 10 * sending.LIMIT), environ)

@@ -34,7 +34,7 @@ class Meeting:
         return [self._blobs[each] for each in range(size)]
 
 
-def test_all_learn_of_all():
+def test_calls_of_all_ranks_are_exchanged():
     store: Any = Meeting(3)
 
     def tell(rank: int) -> list[Called]:
@@ -44,7 +44,7 @@ def test_all_learn_of_all():
     assert len(set(store.asked)) == 1
 
 
-def test_where_the_others_do_not_answer_it_is_this_rank_alone():
+def test_own_call_is_returned_when_peers_do_not_answer():
     class Silent:
         def exchange(self, *_: Any) -> list[bytes]:
             raise CollectiveFailed("gave up waiting")

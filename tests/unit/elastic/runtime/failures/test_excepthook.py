@@ -26,7 +26,7 @@ def sent(monkeypatch):
     return found
 
 
-def test_exception_is_sent_where_python_ran_no_sitecustomize(sent):
+def test_exception_is_sent_when_python_ran_no_sitecustomize(sent):
     excepthook.arrange()
     error = ValueError("x")
     sys.excepthook(ValueError, error, None)

@@ -31,7 +31,7 @@ def out_of(error: Exception, cause: Exception) -> Exception:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_the_hardwares(error):
+def test_hardware_errors_are_recognized(error):
     assert hardware_errors.at_fault(error)
 
 
@@ -49,11 +49,11 @@ def test_the_hardwares(error):
     ],
     ids=lambda error: str(error)[:30],
 )
-def test_the_scripts(error):
+def test_script_errors_are_no_hardware_errors(error):
     assert not hardware_errors.at_fault(error)
 
 
-def test_where_the_context_is_lost_it_is_the_gpus_whatever_the_exception(monkeypatch):
+def test_error_is_a_hardware_error_when_the_device_context_is_lost(monkeypatch):
     """A library's error after a sticky one has its own type; the device has the true state."""
 
     def refuses() -> None:

@@ -80,7 +80,7 @@ def sgd(rank: int, **options: Any) -> TorchState:
     return TorchState(model=model, optimizer=optimizer, epoch=rank, log=[rank])
 
 
-def test_everything_becomes_roots():
+def test_transfer_makes_all_states_equal_to_the_root():
     states = pair(lambda rank: sgd(rank, momentum=0.9), size=3)
     step(states[1], 2)
     results = transfer(states, root=1)
@@ -90,7 +90,7 @@ def test_everything_becomes_roots():
         assert (states[other].epoch, states[other].log) == (1, [1])
 
 
-def test_modules_evaluate_that_do_so_at_the_root():
+def test_training_mode_of_modules_is_transferred():
     states = pair(sgd)
     states[0].model[1].eval()
     states[1].model[0].eval()
@@ -98,7 +98,7 @@ def test_modules_evaluate_that_do_so_at_the_root():
     assert [each.training for each in states[1].model.modules()] == [True, True, False, True]
 
 
-def test_receivers_write_in_place_and_a_save_afterwards_sees_it():
+def test_receivers_are_written_in_place_and_saved_only_on_request():
     states = pair(sgd)
     pointers = [each.data_ptr() for each in states[1].model.parameters()]
     states[1].commit()
@@ -109,7 +109,7 @@ def test_receivers_write_in_place_and_a_save_afterwards_sees_it():
     assert states[1].digest() == states[0].digest()
 
 
-def test_defect_i_a_newcomer_with_weight_decay_gets_the_very_weights():
+def test_defect_i_newcomer_with_weight_decay_gets_equal_weights():
     states = pair(lambda rank: sgd(rank, momentum=0.9, weight_decay=0.1))
     step(states[0])
     transfer(states)
@@ -121,7 +121,7 @@ def test_defect_i_a_newcomer_with_weight_decay_gets_the_very_weights():
     assert_equal(*states)
 
 
-def test_defect_j_options_travel_without_any_entries():
+def test_defect_j_options_are_transferred_without_any_entries():
     states = pair(sgd)
     states[0].optimizer.param_groups[0]["lr"] = 0.025
     transfer(states)
@@ -129,7 +129,7 @@ def test_defect_j_options_travel_without_any_entries():
     assert states[1].optimizer.state_dict()["state"] == {}
 
 
-def test_entries_that_root_lacks_are_dropped():
+def test_entries_missing_on_the_root_are_dropped():
     states = pair(lambda rank: sgd(rank, momentum=0.9))
     step(states[1])
     transfer(states)
@@ -154,7 +154,7 @@ def sorted_text(entries: dict[int, dict[str, Any]]) -> list[str]:
     ],
     ids=["fused Adam", "lr a tensor", "LBFGS", "Rprop"],
 )
-def test_optimizers_of_many_kinds(make):
+def test_optimizers_of_many_kinds_are_transferred(make):
     def build(rank: int) -> TorchState:
         model = net()
         return TorchState(model=model, optimizer=make(model.parameters()))
@@ -174,7 +174,7 @@ def test_optimizers_of_many_kinds(make):
     assert sorted_text(mine["state"]) == sorted_text(other["state"])
 
 
-def test_samplers_and_schedulers_travel():
+def test_samplers_and_schedulers_are_transferred():
     def build(rank: int) -> TorchState:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -246,7 +246,7 @@ def scheduled(make: Schedule, totals: tuple[int, int]) -> list[TorchState]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_functions_of_another_number_of_steps_are_refused_where_they_arrive(name):
+def test_different_schedule_functions_are_refused_on_the_receiver(name):
     states = scheduled(SCHEDULES[name], (1000, 1100))
     sent, received = transfer(states)
     assert isinstance(sent, int) and isinstance(received, StateMismatch)
@@ -254,7 +254,7 @@ def test_schedule_functions_of_another_number_of_steps_are_refused_where_they_ar
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_functions_that_agree_are_taken_and_a_commit_has_none(name):
+def test_equal_schedule_functions_are_accepted_and_restored(name):
     states = scheduled(SCHEDULES[name], (1000, 1000))
     for each in states:
         each.optimizer.step()
@@ -269,7 +269,7 @@ def test_schedule_functions_that_agree_are_taken_and_a_commit_has_none(name):
 
 
 @pytest.mark.parametrize("schedule", [schedulers.LinearLR, schedulers.OneCycleLR])
-def test_schedules_whose_steps_are_numbers_take_rank_0s(schedule):
+def test_schedules_with_numeric_lengths_adopt_the_length_of_rank_0(schedule):
     states = scheduled(
         lambda optimizer, total: (
             schedule(optimizer, total_iters=total)
@@ -334,7 +334,7 @@ class Odd(nn.Module):
         self.steps = state
 
 
-def test_tensors_of_every_kind():
+def test_tensors_of_every_kind_are_transferred():
     states = pair(lambda rank: TorchState(model=Odd(rank)))
     one, two = states[0].model, states[1].model
     assert all(isinstance(result, int) for result in transfer(states))
@@ -348,7 +348,7 @@ def test_tensors_of_every_kind():
     assert two.steps == 0
 
 
-def test_small_tensors_share_broadcasts_and_large_ones_come_in_pieces(monkeypatch):
+def test_small_tensors_share_broadcasts_and_large_ones_are_sent_in_pieces(monkeypatch):
     monkeypatch.setattr(state_transfer, "PACK", 1024)
     monkeypatch.setattr(state_transfer, "PIECE", 4096)
     calls: list[int] = []
@@ -373,7 +373,7 @@ def test_small_tensors_share_broadcasts_and_large_ones_come_in_pieces(monkeypatc
     assert tensors == [1024, 4096, 4096, 10000 - 8192, 576 + 208]
 
 
-def test_a_worker_with_another_model_is_told_and_the_others_are_served():
+def test_receiver_with_another_model_is_refused_and_remaining_receivers_are_served():
     states = pair(sgd, size=2)
     torch.manual_seed(9)
     model: Any = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
@@ -388,7 +388,7 @@ def test_a_worker_with_another_model_is_told_and_the_others_are_served():
     assert same_bits(model[2].weight, before)
 
 
-def test_a_value_that_cannot_be_read_is_reported_where_it_cannot(monkeypatch):
+def test_unreadable_value_is_an_error_only_on_the_affected_receiver(monkeypatch):
     states = pair(sgd, size=3)
     real = python_values.loads
 
@@ -404,7 +404,7 @@ def test_a_value_that_cannot_be_read_is_reported_where_it_cannot(monkeypatch):
     assert results[0] == results[2] > 0
 
 
-def test_a_value_that_cannot_be_pickled_is_named_before_anything_is_sent():
+def test_value_that_cannot_be_pickled_is_refused():
     class Stubborn:
         def __reduce__(self):
             raise TypeError("never")
@@ -417,7 +417,7 @@ def test_a_value_that_cannot_be_pickled_is_named_before_anything_is_sent():
         state.transfer(fake.world(2)[0], 0)
 
 
-def test_a_value_that_points_to_the_model_points_to_the_receivers_own():
+def test_transferred_reference_to_the_model_is_the_receivers_model():
     states = pair(lambda rank: TorchState(model=(model := net()), holder={"net": model}))
     transfer(states)
     assert states[1].holder["net"] is states[1].model
@@ -444,7 +444,7 @@ def test_value_that_refers_to_an_object_when_decoded_then_the_object_has_been_re
     assert "received" in states[1].value
 
 
-def test_parameters_that_should_have_been_equal_are_named(caplog):
+def test_unexpected_differences_of_parameters_are_logged_with_their_names(caplog):
     states = pair(sgd)
     with torch.no_grad():
         for one, two in zip(*(state.model.parameters() for state in states), strict=True):
@@ -460,11 +460,11 @@ def test_parameters_that_should_have_been_equal_are_named(caplog):
     assert caplog.text == ""
 
 
-def test_a_world_of_one_copies_nothing():
+def test_world_of_one_transfers_no_bytes():
     assert sgd(0).transfer(fake.world(1)[0], 0) == 0
 
 
-def test_the_passes_that_a_script_has_set_meanwhile_travel_with_an_optimizer(monkeypatch):
+def test_backward_passes_per_step_is_transferred_with_an_optimizer(monkeypatch):
     monkeypatch.setattr(lifecycle, "_runtime", WorkerRuntime(environment.read({}), None))
     monkeypatch.setattr(lifecycle, "_initialized", True)
 
@@ -508,35 +508,33 @@ def roads(
     return at_once(one, gpus, known, fake.world(len(gpus), timeout_s=5.0))
 
 
-def test_what_lies_on_roots_gpu_travels_between_gpus(monkeypatch):
+def test_tensors_on_the_gpu_of_the_root_are_sent_between_gpus(monkeypatch):
     expected = [("cpu", ["0.step"]), ("cuda", ["weight", "bias"])]
     assert roads(monkeypatch, [GPU, torch.device("cuda", 0)]) == [expected] * 2
 
 
 @pytest.mark.parametrize("gpus", [[GPU, None], [None, GPU], [GPU, GPU, None]])
-def test_where_one_rank_has_no_gpu_all_goes_through_host_memory(monkeypatch, gpus):
+def test_tensors_are_sent_through_host_memory_when_one_rank_has_no_gpu(monkeypatch, gpus):
     assert roads(monkeypatch, gpus) == [[("cpu", [key for _, key in SPECS])]] * len(gpus)
 
 
 @pytest.mark.parametrize(("uuids", "types"), [("aab", {"cpu"}), ("abc", {"cpu", "cuda"})])
-def test_ranks_that_share_a_gpu_use_host_memory_as_nccl_would_refuse_them(
-    monkeypatch, uuids, types
-):
+def test_ranks_that_share_a_gpu_use_host_memory(monkeypatch, uuids, types):
     for road in roads(monkeypatch, [GPU] * 3, list(uuids)):
         assert {type for type, _ in road} == types
 
 
-def test_gpus_that_have_no_uuid_are_taken_for_different_ones(monkeypatch):
+def test_gpus_without_a_uuid_count_as_different(monkeypatch):
     assert len(roads(monkeypatch, [GPU] * 2, ["", ""])[0]) == 2
 
 
-def test_what_lies_on_the_cpu_needs_no_agreement():
+def test_cpu_tensors_need_no_agreement():
     group = fake.world(2)[0]  # whose peer would be waited for
     specs = {("model", "weight"): TensorSpec((4,), torch.float32)}
     assert state_transfer._roads(group, specs, {}, None) == [(group, torch.device("cpu"), specs)]
 
 
-def test_a_tensor_on_another_gpu_than_the_collectives_is_no_reason_to_hang(monkeypatch):
+def test_tensor_on_a_foreign_gpu_selects_no_device_for_the_transfer(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(own_gpu, "_index", 0)
     tensor = create_autospec(torch.Tensor, instance=True)

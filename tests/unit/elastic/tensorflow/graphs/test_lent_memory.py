@@ -27,7 +27,7 @@ def let_go(lent: LentMemory, flag: int) -> None:
     )
 
 
-def test_a_tensor_lives_until_it_is_deallocated_and_collected():
+def test_lent_tensor_is_kept_until_deallocated_and_collected():
     lent = LentMemory()
     tensors = [large(), large()]
     gone = [weakref.ref(each) for each in tensors]
@@ -45,7 +45,7 @@ def test_a_tensor_lives_until_it_is_deallocated_and_collected():
     assert gone[0]() is None
 
 
-def test_what_is_small_or_begins_elsewhere_is_copied():
+def test_small_or_unaligned_tensors_are_copied():
     lent = LentMemory()
     assert lent.lend(torch.zeros(8)) is None
     memory = torch.zeros(2 * LARGE, dtype=torch.uint8)
@@ -53,7 +53,7 @@ def test_what_is_small_or_begins_elsewhere_is_copied():
     assert lent.lend(memory[begin : begin + LARGE]) is None
 
 
-def test_flags_are_used_again_and_run_out(monkeypatch):
+def test_flags_of_lent_memory_are_reused_and_limited(monkeypatch):
     lent = LentMemory()
     monkeypatch.setattr(lent, "_free", [0])
     first = lent.lend(large())
@@ -63,6 +63,6 @@ def test_flags_are_used_again_and_run_out(monkeypatch):
     assert lent.lend(large()) == first
 
 
-def test_without_the_library_all_is_copied(monkeypatch):
+def test_tensors_are_copied_without_the_library(monkeypatch):
     monkeypatch.setattr(native_library, "load", lambda: None)
     assert LentMemory().lend(large()) is None
