@@ -343,7 +343,10 @@ def _describe(name: str, tensor: torch.Tensor) -> str:
 
 
 def _compare(what: str, lines: list[str], process_set: ProcessSet) -> None:
-    """Raise ValueError on every rank if ``lines`` differ between ranks. Collective."""
+    """Raise ValueError on every rank if ``lines`` differ between ranks.
+
+    All ranks must call this function.
+    """
     text = "\n".join(lines).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2
     own = torch.tensor([digest, -digest], dtype=torch.int64, device=_CPU)

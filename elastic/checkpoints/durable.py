@@ -98,7 +98,9 @@ def returned(rt: WorkerRuntime) -> None:
 
 
 def resume(rt: WorkerRuntime, state: State) -> None:
-    """Resume from the newest durable commit, if one exists, when no worker holds a commit in memory. Collective.
+    """Resume from the newest durable commit, if one exists, when no worker holds a commit in memory.
+
+    All ranks must call this function.
 
     If the state does not match the checkpoint, the job ends.
 
@@ -129,7 +131,9 @@ class TransferOutcome(NamedTuple):
 
 
 def bring_shards(rt: WorkerRuntime, state: State, reset: Callable[[], None]) -> TransferOutcome:
-    """Restore a sharded state on all ranks of a new world. Collective.
+    """Restore a sharded state on all ranks of a new world.
+
+    All ranks must call this function.
 
     The newest commit that the ranks hold is restored. If the ranks no longer hold all shards, or before the first
     training step, the newest durable commit is restored.

@@ -166,7 +166,10 @@ class ShardReader:
         return self._rt.training.long_phase("reading the checkpoint")
 
     def _from_rank_0(self, work: Callable[[], Value]) -> Value:
-        """Call ``work`` on rank 0 and broadcast its result to all ranks. Collective."""
+        """Call ``work`` on rank 0 and broadcast its result to all ranks.
+
+        All ranks must call this method.
+        """
         value: Any = None
         if self._rt.place.rank == 0:
             with self._long():

@@ -10,9 +10,11 @@ from elastic.errors import CollectiveFailed
 
 
 def wait_for_all(group: Collectives) -> None:
-    """Wait until every rank has the result of the previous collective. Collective.
+    """Wait until every rank has the result of the previous collective.
 
-    A rank that raises an error leaves the group. Without this wait, a slower rank would report a lost peer instead.
+    All ranks must call this function.
+
+    A rank that raises an error leaves the group. Without this wait, a slower rank would report a lost peer instead of the error.
     """
     with contextlib.suppress(CollectiveFailed):
         group.barrier().wait()

@@ -387,7 +387,7 @@ class DiLoCo:
     def _take_merges(self, root: int, missing: dict[int, bool]) -> None:
         """Receive the outer parameters from a rank on which the last collective completed, if it failed on this rank.
 
-        Collective.
+        All ranks must call this method.
         """
         mine = [each.detach() for each in self.outer], self.outer_optimizer.state_dict()
         outer, entries = broadcast_object(mine, root, "diloco.merges")
@@ -718,7 +718,9 @@ class DiLoCo:
             self._begun = self._send_report(rt, self.rounds.report(), _BEFORE)
 
     def reconcile(self) -> None:
-        """Synchronize with the ranks of a new world, and complete a pending merge of the previous world. Collective.
+        """Synchronize with the ranks of a new world, and complete a pending merge of the previous world.
+
+        All ranks must call this method.
 
         Raises:
             PeerLost: a rank was lost.

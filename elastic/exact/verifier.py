@@ -124,7 +124,9 @@ class Verifier:
         self.shard, self.passes_made = None, 0
 
     def passes(self, generation: int) -> Iterator[int]:
-        """Yield the shards that this rank computes for verification, after its own shards. Collective.
+        """Yield the shards that this rank computes for verification, after its own shards.
+
+        All ranks must call this method.
 
         In each step, the ranks exchange which of their shards has an infinite, NaN or much larger gradient than usual.
         Another rank computes that shard again immediately. If both results are equal, the model is the cause, and the
@@ -183,7 +185,9 @@ class Verifier:
     def _recheck(
         self, odd: Sequence[Conspicuous], step: ShardStep, generation: int
     ) -> Generator[int, None, dict[ShardCheck, list[Computed]]]:
-        """Compute shards with conspicuous gradients a second time, each on another rank. Collective.
+        """Compute shards with conspicuous gradients a second time, each on another rank.
+
+        All ranks must call this method.
 
         Yields:
             The shards that this rank computes again.
@@ -369,7 +373,13 @@ class Verifier:
         raise AssertionError("unreachable")
 
     def _exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """Gather one row of integers from each rank. Collective. Raises PeerLost if a rank was lost."""
+        """Gather one row of integers from each rank.
+
+        All ranks must call this method.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
         runtime = lifecycle.current()
         own = torch.tensor(row, dtype=torch.int64, device="cpu")
         assert self._step is not None

@@ -47,7 +47,9 @@ class AdasumDistributed(WrappedOptimizer):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step with this rank's gradients, then replace its deltas with the Adasum of all ranks' deltas. Collective.
+        """Step with this rank's gradients, then replace its deltas with the Adasum of all ranks' deltas.
+
+        All ranks must call this method.
 
         All ranks must call it the same number of times. A parameter without a gradient on this rank receives the deltas
         of other ranks. On an exception, the parameters keep their previous values.
@@ -141,7 +143,9 @@ class AdasumDistributed(WrappedOptimizer):
         return forgetting
 
     def _reduce(self, parameters: list[torch.Tensor], deltas: list[torch.Tensor]) -> None:
-        """Replace each delta by the Adasum of all ranks' deltas. Collective.
+        """Replace each delta by the Adasum of all ranks' deltas.
+
+        All ranks must call this method.
 
         Raises:
             PeerLost: a rank was lost.

@@ -167,7 +167,9 @@ class DividedOptimizer(WrappedOptimizer):
         return part
 
     def _gather(self, parameters: list[torch.Tensor]) -> None:
-        """Gather, into the parameters, the elements that other ranks have updated. Collective.
+        """Gather, into the parameters, the elements that other ranks have updated.
+
+        All ranks must call this method.
 
         Raises:
             PeerLost: a rank was lost.

@@ -91,7 +91,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self._parameter_names.get(parameter, "a parameter without a name")
 
     def synchronize(self) -> None:
-        """Wait until every parameter's ``grad`` is reduced. Collective.
+        """Wait until every parameter's ``grad`` is reduced.
+
+        All ranks must call this method.
 
         All ranks must call it the same number of times. Afterwards, call ``step()`` inside `skip_synchronize`. The call
         is not needed if the last backward pass of a step has already completed the reduction: see

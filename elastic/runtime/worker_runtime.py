@@ -166,7 +166,9 @@ class WorkerRuntime:
     def start_exchange(
         self, key: str, blob: bytes, then: Callable[[list[bytes]], None] | None = None
     ) -> StoreExchange:
-        """Start to exchange a few bytes with all ranks of the world, in the background. Collective.
+        """Start to exchange a few bytes with all ranks of the world, in the background.
+
+        All ranks must call this method.
 
         The exchange takes fewer round trips than the first negotiated collective of a world. This method must not be
         called in a world of one rank.

@@ -176,7 +176,9 @@ def is_over_all(model: nn.Module, size: int, shard: int) -> bool:
 
 
 def make_mesh(like: Any, order: Sequence[int]) -> Any:
-    """Create a one-dimensional mesh over the current world. Collective.
+    """Create a one-dimensional mesh over the current world.
+
+    All ranks must call this function.
 
     Args:
         like: mesh to copy the device type and the dimension names from.
@@ -194,7 +196,9 @@ def make_mesh(like: Any, order: Sequence[int]) -> Any:
 
 
 def make_hybrid_mesh(like: Any, order: Sequence[int], shards: int) -> Any:
-    """Create a mesh of replicas by shards over the current world. Collective.
+    """Create a mesh of replicas by shards over the current world.
+
+    All ranks must call this function.
 
     Args:
         like: mesh to copy the device type from, and the dimension names if it has two dimensions.

@@ -58,7 +58,9 @@ class CommitPace:
         self._began_at = now
 
     def end(self, rt: WorkerRuntime, now: float) -> None:
-        """Exchange the measured costs of a copy that was just made. Collective.
+        """Exchange the measured costs of a copy that was just made.
+
+        All ranks must call this method.
 
         Raises:
             PeerLost: a rank was lost.

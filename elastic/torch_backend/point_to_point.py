@@ -34,7 +34,9 @@ class PointToPointMessages:
         self._ranks = ranks
 
     def connect(self, rt: WorkerRuntime) -> None:
-        """Connect to all ranks of the process group. Collective.
+        """Connect to all ranks of the process group.
+
+        All ranks must call this method.
 
         Raises:
             CollectiveFailed: a rank was lost, in a job of fixed size.

@@ -73,7 +73,9 @@ class WorldStore(_TorchStore):  # type: ignore[misc]
         self._present().multi_set(keys, values)
 
     def meet(self) -> None:
-        """Connect to the store together with all ranks. Collective.
+        """Connect to the store together with all ranks.
+
+        All ranks must call this method.
 
         Raises:
             CollectiveFailed: a rank was lost, in a job of fixed size.

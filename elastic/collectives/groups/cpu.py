@@ -211,8 +211,8 @@ class CpuGroup:
         if plan.why and self._rank == 0 and plan.why not in _logged:
             _logged.add(plan.why)
             log.warning(
-                "ranks of one host can't share memory, so they exchange tensors over the network, which is slower:"
-                " %s (ELASTIC_NATIVE=0 does the same without this warning)",
+                "shared memory is unavailable between ranks of one host, so tensors are sent over the network, which"
+                " is slower: %s. To select the network without this warning, set ELASTIC_NATIVE=0",
                 plan.why,
             )
 

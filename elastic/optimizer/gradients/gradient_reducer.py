@@ -197,7 +197,9 @@ class GradientReducer:
     # Exclude the method from tracing, so that torch.compile can continue to compile its caller after the call.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def finish(self) -> None:
-        """Set every parameter's ``grad`` to the reduced gradient. Collective.
+        """Set every parameter's ``grad`` to the reduced gradient.
+
+        All ranks must call this method.
 
         Parameters without a gradient contribute zeros and receive a gradient. This method does nothing if the last
         backward pass has already completed the reduction, or if this rank is not in the process set.

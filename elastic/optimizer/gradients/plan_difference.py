@@ -35,7 +35,9 @@ class PlanDifference(NamedTuple):
 def find(
     group: Collectives, device: torch.device, first: int | None, own: Sequence[str] | None
 ) -> PlanDifference:
-    """Find a rank whose optimizer differs from that of the lowest rank with data. Collective.
+    """Find a rank whose optimizer differs from that of the lowest rank with data.
+
+    All ranks must call this function.
 
     Args:
         group: the ranks to compare.

@@ -364,7 +364,9 @@ class ShardReducer:
 
     @torch.no_grad()
     def step_ends(self) -> None:
-        """Complete the gradients at the end of the loop over the shards. Collective.
+        """Complete the gradients at the end of the loop over the shards.
+
+        All ranks must call this method.
 
         Raises:
             PeerLost: a rank was lost.
@@ -455,7 +457,9 @@ class ShardReducer:
         return PartialsExchange(group, list(bucket.sent), elements, self._program, counts, divisor)
 
     def _agree(self, world: Context) -> None:
-        """Compare plans, and check whether all buckets are in shared memory. Collective.
+        """Compare plans, and check whether all buckets are in shared memory.
+
+        All ranks must call this method.
 
         Raises:
             StateMismatch: ranks have different parameters or shards.
@@ -489,7 +493,10 @@ class ShardReducer:
         return [each.tolist() for each in rows]
 
     def _share_order(self, group: Collectives) -> None:
-        """Adopt the order of gradients of rank 0, which always has a shard. Collective."""
+        """Adopt the order of gradients of rank 0, which always has a shard.
+
+        All ranks must call this method.
+        """
         order = torch.tensor(
             self._plan.own_order(self._ready),
             dtype=torch.int64,

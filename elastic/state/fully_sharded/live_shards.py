@@ -172,7 +172,9 @@ class FullyShardedHandler(ModelStateHandler):
         return spec
 
     def follow(self, division: Division) -> dict[str, torch.Tensor]:
-        """Move the parameters to another mesh. Collective.
+        """Move the parameters to another mesh.
+
+        All ranks must call this method.
 
         This is necessary even if the ranks have not changed: groups of some of the ranks, such as those of a mesh of
         replicas, end with their world, and a world that failed early may have left another mesh on some ranks only.

@@ -252,7 +252,9 @@ class ShardedCommits:
     # ---- a commit ------------------------------------------------------------------------------------------------
 
     def commit(self, save: Callable[[dict[str, Snapshot]], Any]) -> None:
-        """Seal the previous commit and make another: copy this rank's shard, and start to mirror it. Collective.
+        """Seal the previous commit and make another: copy this rank's shard, and start to mirror it.
+
+        All ranks must call this method.
 
         The new commit is sealed immediately if no copies have to be sent.
 
@@ -389,7 +391,7 @@ class ShardedCommits:
     ) -> tuple[bool, list[Transfer], int]:
         """Mirror the copies if they are valid on all ranks. Return whether they are, and the result of `_mirror`.
 
-        Collective.
+        All ranks must call this method.
         """
         agreed = torch.tensor([valid], dtype=torch.int64, device="cpu")
         group.allreduce(agreed, Op.MIN).wait()
@@ -442,7 +444,9 @@ class ShardedCommits:
     def _compare(
         self, group: Collectives, world: ShardedWorld, bank: ShardBuffers, *, content: bool
     ) -> bool:
-        """Check that all ranks commit the same tensors, and exchange the arena offsets of their shards. Collective.
+        """Check that all ranks commit the same tensors, and exchange the arena offsets of their shards.
+
+        All ranks must call this method.
 
         All ranks must have the same tensors, because the sizes of the following transfers depend on them.
 
@@ -552,7 +556,9 @@ class ShardedCommits:
         return shard_reports.as_held(self._inventory(), self.copies, self._cycle.newest_sealed)
 
     def meet(self, rt: WorkerRuntime) -> WorldInventory:
-        """Exchange all ranks' inventories of shards in this world. Collective.
+        """Exchange all ranks' inventories of shards in this world.
+
+        All ranks must call this method.
 
         Raises:
             PeerLost: a rank was lost.
@@ -610,7 +616,7 @@ class ShardedCommits:
     def follow(self, rt: WorkerRuntime, choice: Choice) -> int:
         """Receive the rows of this rank's new shard from the ranks that hold them.
 
-        Collective. Returns the number of bytes received from other ranks.
+        All ranks must call this method. Returns the number of bytes received from other ranks.
         """
         rank, size = rt.place.rank, rt.place.size
         specs = self._agree(rt, choice)
@@ -696,7 +702,7 @@ class ShardedCommits:
     ) -> dict[str, tuple[Rows, torch.Tensor]]:
         """Divide tensors from another source than the ranks' commits, such as a checkpoint, among this world's ranks.
 
-        Collective.
+        All ranks must call this method.
 
         Args:
             rt: runtime of this worker.

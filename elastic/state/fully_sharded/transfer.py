@@ -13,7 +13,9 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Transfer:
-    """Exchange of uint8 tensors between all ranks. Tensors are keyed by destination or source rank. Collective.
+    """Exchange of uint8 tensors between all ranks. Tensors are keyed by destination or source rank.
+
+    All ranks must call this function.
 
     The constructor begins the transfer. The tensors in ``sent`` must not be modified until it has ended.
     """

@@ -75,7 +75,9 @@ def transfer(
     keeps: bool = False,
     before_decoding: Callable[[], object] | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Send the state of rank ``root`` to all other ranks of the group. Collective.
+    """Send the state of rank ``root`` to all other ranks of the group.
+
+    All ranks must call this function.
 
     Args:
         group: the group for tensors on the CPU.
@@ -192,7 +194,9 @@ def _lacking(
     mine: dict[Key, int],
     replies: list[bytes] | None,
 ) -> dict[Key, TensorSpec]:
-    """Return the specs of the tensors that at least one rank does not hold in the root's version. Collective.
+    """Return the specs of the tensors that at least one rank does not hold in the root's version.
+
+    All ranks must call this function.
 
     Args:
         group: group of the root and the receivers.
@@ -275,7 +279,9 @@ def _roads(
     where: dict[Key, torch.Tensor | Destination],
     group_on: GroupOn | None,
 ) -> list[Road]:
-    """Choose, in agreement with all ranks, the groups over which to send the tensors. Collective.
+    """Choose, in agreement with all ranks, the groups over which to send the tensors.
+
+    All ranks must call this function.
 
     Raises:
         CollectiveFailed: a rank was lost.
