@@ -14,7 +14,8 @@ def wait_for_all(group: Collectives) -> None:
 
     All ranks must call this function.
 
-    A rank that raises an error leaves the group. Without this wait, a slower rank would report a lost peer instead of the error.
+    A rank that raises an error leaves the group. Without this wait, a slower rank would report a lost peer instead of
+    the error.
     """
     with contextlib.suppress(CollectiveFailed):
         group.barrier().wait()
