@@ -22,7 +22,7 @@ _ALIGNED = 64  # Alignment in elements, so that chunks begin at cache lines.
 # maximum number of chunks that are reduced on the host before the first one has returned from the network
 AHEAD = 2
 
-Parcel = tuple[int, int]  # data from one rank to another: sender, receiver
+Parcel = tuple[int, int]  # ranks of the sender and the receiver of a message
 
 
 @dataclass(frozen=True)
