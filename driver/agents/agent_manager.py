@@ -99,7 +99,7 @@ class AgentManager:
         self._environ_of = environ_of or (lambda host: {})
         self._connected = connected
         self._leadership_lost = deposed
-        self._heard: Callable[[Worker, Any], None] = lambda worker, message: None
+        self._received: Callable[[Worker, Any], None] = lambda worker, message: None
         self._gone: Callable[[Worker, bool], None] = lambda worker, silent: None
         self._exited: Callable[[WorkerExited], None] = lambda event: None
         self._starting: set[asyncio.Task[None]] = set()
@@ -111,15 +111,15 @@ class AgentManager:
         self,
         interface: str,
         port: int,
-        heard: Callable[[Worker, Any], None],
+        received: Callable[[Worker, Any], None],
         gone: Callable[[Worker, bool], None],
     ) -> Address:
         """Start serving agents. Raises OSError if the address cannot be bound."""
-        self._heard, self._gone = heard, gone
+        self._received, self._gone = received, gone
         return await self._server.open(
             interface,
             port,
-            heard=self._on_agent_message,
+            received=self._on_agent_message,
             gone=lambda agent, silent: self._handle(pool_events.AgentDisconnected(agent, silent)),
             expected=lambda agent: True,
             accepted=lambda agent: self._handle(pool_events.AgentConnected(agent)),
@@ -213,7 +213,7 @@ class AgentManager:
     def _do(self, action: pool_events.PoolAction) -> None:
         match action:
             case pool_events.RelayMessage(worker, message):
-                self._heard(worker, message)
+                self._received(worker, message)
             case pool_events.PostToDriver(WorkerExited() as event):
                 self._exited(event)
                 self._sink.drop(event.worker)
@@ -265,7 +265,7 @@ class RelayedWorkers:
         interface: str,
         port: int = 0,
         *,
-        heard: Callable[[Worker, Any], None],
+        received: Callable[[Worker, Any], None],
         gone: Callable[[Worker, bool], None],
         expected: Callable[[Worker], bool],
     ) -> Address:
@@ -273,7 +273,7 @@ class RelayedWorkers:
 
         Workers are authenticated by the agents that started them.
         """
-        return await self._fleet.listen(interface, port, heard, gone)
+        return await self._fleet.listen(interface, port, received, gone)
 
     def send(self, worker: Worker, message: Message) -> bool:
         return self._fleet.order(worker.host, Tell([worker], cast(Any, message)))

@@ -116,7 +116,7 @@ class AgentPool:
         self._removed: set[str] = set()  # hosts that were removed from the list
         self._due = PoolDeadlines()
         self._reach = PartitionDetector()
-        self._heard_of: LivenessTimeouts[str] = LivenessTimeouts(STOPPED_S)
+        self._liveness: LivenessTimeouts[str] = LivenessTimeouts(STOPPED_S)
         self._networks = AddressCheck()
         self._closing = False
         self._actions = PoolActions()
@@ -214,7 +214,7 @@ class AgentPool:
         agents = [host.agent for host in self._hosts.values() if host.here and host.agent]
         if agents:
             self._actions.add(pool_events.SendToAgents(agents, [Beat()]))
-        for name in self._heard_of.expired(self._actions.now):
+        for name in self._liveness.expired(self._actions.now):
             stopped = self._hosts[name].agent
             if stopped is not None:
                 why = f"it is connected but has sent nothing for {STOPPED_S:g} s; it may be stopped"
@@ -225,7 +225,7 @@ class AgentPool:
         self._closing = True
         self._due.clear()
         for host in self._hosts.values():
-            self._actions.tell(host, Detach("the job has ended"))
+            self._actions.send(host, Detach("the job has ended"))
             if host.coming:
                 self._due.put(host.name, DeadlineKind.ARRIVAL, self._actions.now + CALL_S)
 
@@ -233,7 +233,7 @@ class AgentPool:
 
     def _handle_message(self, agent: AgentId, host: AgentRecord, message: Any, caller: str) -> None:
         if agent == host.agent:
-            self._heard_of.renew(agent.host, self._actions.now)
+            self._liveness.renew(agent.host, self._actions.now)
         match message:
             case Here():
                 pass
@@ -258,7 +258,7 @@ class AgentPool:
                     self._not_measured(caller, agent.host, trouble)
                 elif self.agent_of(caller) is not None:
                     call = CallForBandwidth(agent.host, address)
-                    self._actions.tell(self._host(caller), call)
+                    self._actions.send(self._host(caller), call)
             case BandwidthFound(event) if event.host == agent.host:
                 self._actions.add(pool_events.PostToDriver(event))
             case _:
@@ -299,11 +299,11 @@ class AgentPool:
         host.given_up = False
         self._due.drop(host.name, DeadlineKind.ARRIVAL)
         self._due.drop(host.name, DeadlineKind.RETRY)
-        self._heard_of.grant(host.name, self._actions.now)
+        self._liveness.grant(host.name, self._actions.now)
         self._reconnected(host.name)
         self._list_host(host.name, message.slots)
         if self._closing:
-            self._actions.tell(host, Detach("the job has ended"))
+            self._actions.send(host, Detach("the job has ended"))
             return
         for event in message.exits:
             self._exited(host, event)
@@ -317,10 +317,10 @@ class AgentPool:
         )
         host.running = {*message.running, *waiting}
         for order in host.starts:
-            self._actions.tell(host, order)
+            self._actions.send(host, order)
         host.starts.clear()
         for worker in sorted(host.doomed & host.running):
-            self._actions.tell(host, Kill(worker))
+            self._actions.send(host, Kill(worker))
         host.doomed.clear()
         trouble = self._networks.note(host.name, message.bind, message.addresses, caller)
         if trouble:
@@ -332,7 +332,7 @@ class AgentPool:
         host.here = False
         if self._closing:
             return
-        self._heard_of.drop(host.name)
+        self._liveness.drop(host.name)
         self._reach.away(host.name)
         if silent:
             self._expect(host, TOGETHER_S, "its agent stopped acknowledging data")
@@ -350,7 +350,7 @@ class AgentPool:
         self._actions.log("error", f"treating the agent of {host.name} as lost: {why}")
         self._actions.add(pool_events.DisconnectAgent(host.agent))
         host.here, host.given_up, host.overdue_why = False, True, why
-        self._heard_of.drop(host.name)
+        self._liveness.drop(host.name)
         self._reach.away(host.name)
         self._missing(host)
 
@@ -407,9 +407,9 @@ class AgentPool:
             return
         if not host.here or host.running or host.starts:
             return
-        self._actions.tell(host, Detach("its host left the list and its workers have exited"))
+        self._actions.send(host, Detach("its host left the list and its workers have exited"))
         host.agent, host.here = None, False
-        self._heard_of.drop(host.name)
+        self._liveness.drop(host.name)
         self._reach.drop(host.name)
         self._networks.drop(host.name)
         self._list_host(host.name, 0)
@@ -476,7 +476,7 @@ class AgentPool:
     def _start(self, host: AgentRecord, order: Start) -> None:
         host.running.add(order.worker)
         if host.here:
-            self._actions.tell(host, order)
+            self._actions.send(host, order)
             return
         host.starts.append(order)
         if (host.name, DeadlineKind.ARRIVAL) in self._due:
@@ -493,7 +493,7 @@ class AgentPool:
             host.starts.remove(waiting[0])
             self._exited(host, WorkerExited(worker, -9))
         elif host.here:
-            self._actions.tell(host, Kill(worker))
+            self._actions.send(host, Kill(worker))
         else:
             host.doomed.add(worker)
 
@@ -503,7 +503,7 @@ class AgentPool:
         if absent:
             self._not_measured(host, peer, f"the agent of {absent[0]} is not connected")
         else:
-            self._actions.tell(self._host(peer), ServeBandwidth(host))
+            self._actions.send(self._host(peer), ServeBandwidth(host))
 
     def _not_measured(self, host: str, peer: str, trouble: str) -> None:
         event = BandwidthMeasured(host, peer, trouble=trouble)

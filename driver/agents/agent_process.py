@@ -179,9 +179,9 @@ def _await_starter(within_s: float) -> bool:
     while (left_s := deadline - time.monotonic()) > 0:
         if select.select([fd], [], [], left_s)[0] and not os.read(fd, 4096):
             break
-    heard = select.poll()
-    heard.register(STDOUT, 0)
-    return not heard.poll(0)
+    stdout_poll = select.poll()
+    stdout_poll.register(STDOUT, 0)
+    return not stdout_poll.poll(0)
 
 
 def _daemonize() -> None:

@@ -91,7 +91,7 @@ class AgentState:
         self.release()
         return True
 
-    def told(self, generation: int) -> None:
+    def record_world(self, generation: int) -> None:
         """Record the generation of a world that was sent to workers of this host."""
         self.generation = max(self.generation, generation)
 

@@ -102,14 +102,14 @@ class BandwidthMeter:
             secret=self._secret, log=self._log, callers=MEASURING, tls=self._tls[1]
         )
 
-        def heard(agent: AgentId, message: Chunk | Fetch) -> None:
+        def received(agent: AgentId, message: Chunk | Fetch) -> None:
             fetched = isinstance(message, Fetch)
             server.send(agent, Chunk(bytes(CHUNK_BYTES)) if fetched else ChunkReceived())
 
         try:
             address = await server.open(
                 interface,
-                heard=heard,
+                received=received,
                 gone=lambda agent, silent: None,
                 expected=lambda agent: agent.host == caller,
             )

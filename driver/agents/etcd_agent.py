@@ -74,7 +74,7 @@ class _Seat:
         self._seat: LeaderAddress | None = None
         self._changed = asyncio.Event()
 
-    def told(self, seat: LeaderAddress | None) -> None:
+    def set_leader(self, seat: LeaderAddress | None) -> None:
         self._seat = seat
         self._changed.set()
 
@@ -97,7 +97,7 @@ class _Seat:
 async def _watch_driver(registration: Registration, seat: _Seat, process: HostAgent) -> None:
     with contextlib.suppress(Unavailable):
         async for found in registration.watch_driver():
-            seat.told(found)
+            seat.set_leader(found)
             if found is not None:
                 process.driver_leads(found.term)
 

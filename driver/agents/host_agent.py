@@ -73,7 +73,7 @@ LOOPBACK = "127.0.0.1"
 TERMINATED = 143
 # seconds within which killed workers must exit; the agent then reports those still running
 CLEARED_S = 12.0
-MISSING_SAID_S = 600.0  # minimum number of seconds between log lines about a missing driver
+MISSING_LOG_S = 600.0  # minimum number of seconds between log lines about a missing driver
 HERE_S = 2.0  # minimum number of seconds between answers to heartbeats
 # minimum number of seconds between log lines about a missing driver if the reason has changed
 ANOTHER_REASON_S = 3.0
@@ -119,9 +119,9 @@ class HostAgent:
         self._workers_of = ""  # job to which the workers on this host belong
         # workers of an ended job; ignored, because a new job may reuse their names
         self._stale: set[Worker] = set()
-        self._missing_said_at = float("-inf")
-        self._missing_said = ""
-        self._said_here_at = float("-inf")
+        self._missing_logged_at = float("-inf")
+        self._missing_logged = ""
+        self._here_sent_at = float("-inf")
         self._seated = 0  # the leader's term according to etcd
         self._served = False
         self._over: asyncio.Future[int] | None = None
@@ -147,7 +147,7 @@ class HostAgent:
             self._find,
             # nothing to send: the driver sends the first message on a connection
             opened=lambda: None,
-            heard=self._on_driver_message,
+            received=self._on_driver_message,
             closed=self._driver_lost,
             missing=self._missing,
             lease_s=self._lease_s,
@@ -174,7 +174,7 @@ class HostAgent:
         )
         self._address = await self._server.open(
             LOOPBACK,
-            heard=self._on_worker_message,
+            received=self._on_worker_message,
             gone=self._worker_hung_up,
             expected=lambda worker: worker in self._agent.alive(),
         )
@@ -251,10 +251,10 @@ class HostAgent:
                 self._server.disconnect(worker)
             case Tell(workers, forwarded):
                 if isinstance(forwarded, messages.World):
-                    self._state.told(forwarded.generation)
+                    self._state.record_world(forwarded.generation)
                 self._server.broadcast(workers, forwarded)
             case TellPlaces(members, world):
-                self._state.told(world.generation)
+                self._state.record_world(world.generation)
                 self._server.send_world(world, members)
             case Detach(reason):
                 self._dismissed(reason)
@@ -365,10 +365,10 @@ class HostAgent:
     def _missing(self, reason: str) -> None:
         """Log that no driver was found. For the same reason, log at most one line per MISSING_SAID_S seconds."""
         now = self._now()
-        least_s = MISSING_SAID_S if reason == self._missing_said else ANOTHER_REASON_S
-        if now - self._missing_said_at >= least_s:
+        least_s = MISSING_LOG_S if reason == self._missing_logged else ANOTHER_REASON_S
+        if now - self._missing_logged_at >= least_s:
             level = "info" if not self._state.job else "warning"
-            self._missing_said_at, self._missing_said = now, reason
+            self._missing_logged_at, self._missing_logged = now, reason
             self._log_here(level, f"no driver found: {reason}; retrying")
 
     def _never_found(self) -> None:
@@ -376,8 +376,8 @@ class HostAgent:
             self.end(1, f"the driver that started it was not found within {FIND_S:g} s")
 
     def _beaten(self) -> None:
-        if (now := self._now()) - self._said_here_at >= HERE_S:
-            self._said_here_at = now
+        if (now := self._now()) - self._here_sent_at >= HERE_S:
+            self._here_sent_at = now
             self._uplink.send(Here())
 
     def _refused(self, reason: str) -> None:
@@ -484,7 +484,7 @@ class HostAgent:
         name, in_use = signal.Signals(number).name, bool(self._agent.alive()) and self._uplink.open
         if number != signal.SIGTERM:
             self.end(0, name)
-        elif not in_use or not self._machine.told(name):
+        elif not in_use or not self._machine.handle_signal(name):
             self._terminated(name)
 
     def _log(self, level: str, text: str) -> None:

@@ -73,7 +73,7 @@ class HostPreemption:
             return Notice(self._signal_reason, max(0.0, left_s))
         return None if self._watch is None else self._watch.notice
 
-    def told(self, signal: str) -> bool:
+    def handle_signal(self, signal: str) -> bool:
         """Handle a signal after which workers get time to leave. Return False if one was already handled."""
         if self._signal_reason:
             return False

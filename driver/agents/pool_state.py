@@ -108,7 +108,7 @@ class PoolActions:
     def log(self, level: str, text: str) -> None:
         self.add(Report(level, text))
 
-    def tell(self, host: AgentRecord, message: AgentMessage) -> None:
+    def send(self, host: AgentRecord, message: AgentMessage) -> None:
         """Add an action that sends a message to the agent of a host, if the agent is connected."""
         if host.here and host.agent is not None:
             self.add(SendToAgents([host.agent], [message]))

@@ -1,6 +1,6 @@
 """Connection of an agent to the driver: lookup, authentication and reconnection. Makes no decisions.
 
-    searching --connected--> proving --Accepted--> open: each message goes to ``heard``
+    searching --connected--> proving --Accepted--> open: each message goes to ``received``
         ^                                            |
         +--- closed, silent, invalid data -----------+     ``closed`` is called with the reason
 
@@ -41,7 +41,7 @@ class Uplink:
         secret: the job's secret.
         find: coroutine function that returns numeric addresses and ports to try in order. It may raise NoDriver.
         opened: called when both sides have authenticated.
-        heard: called with each message from the driver.
+        received: called with each message from the driver.
         closed: called with the reason when an open connection has ended.
         missing: called with the reason when no driver was found.
         lease_s: liveness timeout, in seconds.
@@ -55,7 +55,7 @@ class Uplink:
         find: Callable[[], Awaitable[list[tuple[str, int]]]],
         *,
         opened: Callable[[], None],
-        heard: Callable[[Any], None],
+        received: Callable[[Any], None],
         closed: Callable[[str], None],
         missing: Callable[[str], None],
         lease_s: float,
@@ -64,7 +64,12 @@ class Uplink:
         self._agent = agent
         self._secret = secret
         self._find = find
-        self._opened, self._heard, self._closed, self._missing = opened, heard, closed, missing
+        self._opened, self._received, self._closed, self._missing = (
+            opened,
+            received,
+            closed,
+            missing,
+        )
         self.lease_s = lease_s
         self.tls = tls
         self.decoder = messages.to_agent
@@ -184,8 +189,8 @@ class Uplink:
         self._opened()
         return self._agent
 
-    def hear(self, peer: AgentId, message: Any) -> None:
-        self._heard(message)
+    def receive(self, peer: AgentId, message: Any) -> None:
+        self._received(message)
 
     def lost(
         self,

@@ -89,7 +89,7 @@ class WorkerConnections(Protocol):
         interface: str,
         port: int = 0,
         *,
-        heard: Callable[[Worker, Any], None],
+        received: Callable[[Worker, Any], None],
         gone: Callable[[Worker, bool], None],
         expected: Callable[[Worker], bool],
     ) -> Address: ...
@@ -301,7 +301,7 @@ class Driver:
             bound = await self._server.open(
                 self.job.interface,
                 self.job.port,
-                heard=self._on_message,
+                received=self._on_message,
                 gone=self._connection_closed,
                 expected=self._decisions.running.__contains__,
             )

@@ -66,7 +66,7 @@ async def end(job: Job, plan: MultiHostPlan, path: str, listed: Iterable[str], l
     try:
         await server.open(
             *parse_address(address),
-            heard=lambda agent, message: None,
+            received=lambda agent, message: None,
             gone=lambda agent, silent: here.discard(agent),
             expected=lambda agent: True,
             accepted=accepted,

@@ -112,9 +112,9 @@ async def over(future: Future[Any]) -> None:
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
 
-    def tell(_: Future[Any]) -> None:
+    def notify(_: Future[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # The event loop has been closed.
             loop.call_soon_threadsafe(over.set)
 
-    future.add_done_callback(tell)
+    future.add_done_callback(notify)
     await over.wait()

@@ -34,10 +34,10 @@ _TLS_HELLO = b"\x16\x03"  # first bytes of a TLS handshake
 # Errors that indicate an unresponsive peer or host. "Unreachable" errors come from a router or from the local kernel.
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
-Who = TypeVar("Who", bound=Hashable)
+PeerId = TypeVar("PeerId", bound=Hashable)
 
 
-class Owner(Protocol[Who]):
+class Owner(Protocol[PeerId]):
     """Interface of the object that owns connections: a `ControlServer`, or an agent's `Uplink`."""
 
     lease_s: float
@@ -45,9 +45,9 @@ class Owner(Protocol[Who]):
     tls: ssl.SSLContext | None
     decoder: msgspec.msgpack.Decoder[Any]  # decoder of the peers' messages
 
-    def opened(self, connection: Connection[Who]) -> None: ...
+    def opened(self, connection: Connection[PeerId]) -> None: ...
 
-    def authenticate(self, connection: Connection[Who], message: Any) -> Who | None:
+    def authenticate(self, connection: Connection[PeerId], message: Any) -> PeerId | None:
         """Check a handshake message from the peer.
 
         Returns:
@@ -58,10 +58,14 @@ class Owner(Protocol[Who]):
         """
         ...
 
-    def hear(self, peer: Who, message: Any) -> None: ...
+    def receive(self, peer: PeerId, message: Any) -> None: ...
 
     def lost(
-        self, connection: Connection[Who], peer: Who | None, trouble: str, error: Exception | None
+        self,
+        connection: Connection[PeerId],
+        peer: PeerId | None,
+        trouble: str,
+        error: Exception | None,
     ) -> None:
         """Handle the end of a connection. Called once for each connection, unless it was abandoned.
 
@@ -74,7 +78,7 @@ class Owner(Protocol[Who]):
         ...
 
 
-class Connection(asyncio.Protocol, Generic[Who]):
+class Connection(asyncio.Protocol, Generic[PeerId]):
     """Control connection, from accept or connect to close.
 
     Args:
@@ -82,7 +86,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
     """
 
     def __init__(
-        self, owner: Owner[Who], loop: asyncio.AbstractEventLoop, *, calls: bool = False
+        self, owner: Owner[PeerId], loop: asyncio.AbstractEventLoop, *, calls: bool = False
     ) -> None:
         self._owner = owner
         self._loop = loop
@@ -92,7 +96,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         self.patience = 0  # number of unsent bytes allowed in addition to BACKLOG_LIMIT
         self._unproved = 0  # number of bytes received before authentication
         self._tls = None if owner.tls is None else TlsEndpoint(owner.tls, server=not calls)
-        self._identity: Who | None = None
+        self._identity: PeerId | None = None
         self._over = False
         self._deadline: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport
@@ -138,7 +142,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
                 if self._identity is None:
                     self._authenticate(message)
                 else:
-                    self._owner.hear(self._identity, message)
+                    self._owner.receive(self._identity, message)
                 if self.over():
                     return
         except ProtocolError as error:
@@ -184,7 +188,7 @@ class Connection(asyncio.Protocol, Generic[Who]):
         if self._tls is None:
             self._transport.write(data)
         else:
-            self._tls.say(data)
+            self._tls.send(data)
             self._flush()
         if self._transport.get_write_buffer_size() > BACKLOG_LIMIT + self.patience:
             self.end(f"it has not read {BACKLOG_LIMIT >> 20} MiB that were sent")

@@ -1,7 +1,7 @@
 """Server of control connections, which performs the handshake and exchanges authenticated frames. Makes no decisions.
 
     connected --Challenge-->   waiting for an Answer: HANDSHAKE_LIMIT bytes, HANDSHAKE_S seconds, TLS included
-    Answer    --Accepted-->    open: each message goes to ``heard``
+    Answer    --Accepted-->    open: each message goes to ``received``
               --TurnedAway-->  closed: the caller knows the secret, but is not expected
     connection closed or failed, or invalid message: ``gone`` is called once
 
@@ -69,30 +69,30 @@ SECOND = (
 )
 
 
-Who = TypeVar("Who", bound=Hashable)
+PeerId = TypeVar("PeerId", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Callers(Generic[Who]):
+class Callers(Generic[PeerId]):
     """Description of the callers of a server: whether they are workers or agents, and how they identify themselves."""
 
     role: str  # role that the callers use in their proof
     decoder: msgspec.msgpack.Decoder[Any]  # decoder of the callers' messages
     # type of the callers' answer to the challenge, with ``nonce``, ``proof`` and ``version``
     answer: type[Any]
-    who: Callable[[Any], Who]  # function that extracts the identity from an answer
+    peer_of: Callable[[Any], PeerId]  # function that extracts the identity from an answer
     # Whether a new connection replaces an open one of the same caller, whose loss the server may not have detected yet.
     replaces: bool = False
     # Whether a refused caller that knows the secret receives a TurnedAway message with the reason.
-    told_why: bool = False
+    sends_reason: bool = False
 
 
 WORKERS: Callers[Worker] = Callers(
-    "worker", from_worker, Answer, lambda answer: answer.worker, told_why=True
+    "worker", from_worker, Answer, lambda answer: answer.worker, sends_reason=True
 )
 
 
-class ControlServer(Generic[Who]):
+class ControlServer(Generic[PeerId]):
     """Server for workers or for agents.
 
     Args:
@@ -108,7 +108,7 @@ class ControlServer(Generic[Who]):
         *,
         secret: bytes,
         log: Log,
-        callers: Callers[Who],
+        callers: Callers[PeerId],
         lease_s: float = Settings.lease_s,
         tls: ssl.SSLContext | None = None,
     ) -> None:
@@ -118,16 +118,16 @@ class ControlServer(Generic[Who]):
         self.decoder = callers.decoder
         self.tls = tls
         self._log = log
-        self._heard: Callable[[Who, Any], None] = lambda who, message: None
-        self._gone: Callable[[Who, bool], None] = lambda who, silent: None
-        self._expected: Callable[[Who], bool] = lambda who: False
-        self._accepted: Callable[[Who], None] = lambda who: None
+        self._received: Callable[[PeerId, Any], None] = lambda peer, message: None
+        self._gone: Callable[[PeerId, bool], None] = lambda peer, silent: None
+        self._expected: Callable[[PeerId], bool] = lambda peer: False
+        self._accepted: Callable[[PeerId], None] = lambda peer: None
         self._listening: socket.socket | None = None
         self._server: asyncio.Server | None = None
-        self._connections: dict[Who, Connection[Who]] = {}
+        self._connections: dict[PeerId, Connection[PeerId]] = {}
         bytes_each = HANDSHAKE_LIMIT if tls is None else TLS_HANDSHAKE_LIMIT
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._strangers: PendingHandshakes[Connection[Who]] = PendingHandshakes(
+        self._strangers: PendingHandshakes[Connection[PeerId]] = PendingHandshakes(
             HANDSHAKE_S, count_limit(bytes_each, descriptors)
         )
         self._refused = 0  # number of refused connections that were not logged yet
@@ -149,17 +149,17 @@ class ControlServer(Generic[Who]):
         interface: str,
         port: int = 0,
         *,
-        heard: Callable[[Who, Any], None],
-        gone: Callable[[Who, bool], None],
-        expected: Callable[[Who], bool],
-        accepted: Callable[[Who], None] = lambda who: None,
+        received: Callable[[PeerId, Any], None],
+        gone: Callable[[PeerId, bool], None],
+        expected: Callable[[PeerId], bool],
+        accepted: Callable[[PeerId], None] = lambda peer: None,
     ) -> Address:
         """Listen on an address, and return it. All callbacks are called in the event loop's thread.
 
         Args:
             interface: numeric address.
             port: port number. 0 lets the system choose one.
-            heard: called with each message of a caller.
+            received: called with each message of a caller.
             gone: called once when a caller's connection ends, with the caller and whether its host stopped responding.
             expected: called with a caller. Returns whether it may connect.
             accepted: called with each authenticated caller.
@@ -167,7 +167,7 @@ class ControlServer(Generic[Who]):
         Raises:
             OSError: the address cannot be bound.
         """
-        self._heard, self._gone, self._expected = heard, gone, expected
+        self._received, self._gone, self._expected = received, gone, expected
         self._accepted = accepted
         loop = asyncio.get_running_loop()
         self.bind(interface, port)
@@ -181,7 +181,7 @@ class ControlServer(Generic[Who]):
         listening.listen(WAITING_LIMIT)
         return self.bind(interface, port)
 
-    def send(self, peer: Who, *messages: msgspec.Struct) -> bool:
+    def send(self, peer: PeerId, *messages: msgspec.Struct) -> bool:
         """Send messages to a caller without blocking, in one write.
 
         If the caller is not connected, the messages are dropped and the result is False.
@@ -189,16 +189,16 @@ class ControlServer(Generic[Who]):
         connection = self._connections.get(peer)
         return connection is not None and connection.write(*map(encoded, messages))
 
-    def send_each(self, messages: Iterable[tuple[Who, msgspec.Struct]]) -> None:
+    def send_each(self, messages: Iterable[tuple[PeerId, msgspec.Struct]]) -> None:
         """Send a message to each of several callers. Callers without a connection are skipped."""
         for peer, message in messages:
             self.send(peer, message)
 
-    def send_world(self, world: World, places: Iterable[tuple[Who, Place]]) -> None:
+    def send_world(self, world: World, places: Iterable[tuple[PeerId, Place]]) -> None:
         """Send a new world to each member, with the member's place in it."""
         self.send_each((peer, msgspec.structs.replace(world, place=each)) for peer, each in places)
 
-    def broadcast(self, peers: Iterable[Who], message: msgspec.Struct) -> None:
+    def broadcast(self, peers: Iterable[PeerId], message: msgspec.Struct) -> None:
         """Send a message to each of these callers that is connected. The message is encoded only once."""
         body = encoded(message)
         for peer in peers:
@@ -206,21 +206,21 @@ class ControlServer(Generic[Who]):
             if connection is not None:
                 connection.write(body)
 
-    def connected(self, peer: Who) -> bool:
+    def connected(self, peer: PeerId) -> bool:
         return peer in self._connections
 
-    def peer(self, worker: Who) -> str:
+    def peer(self, worker: PeerId) -> str:
         """Return the numeric address of a caller, or an empty string if the caller is not connected."""
         connection = self._connections.get(worker)
         return "" if connection is None else connection.peer.rpartition(":")[0].strip("[]")
 
-    def drain(self, peer: Who) -> None:
+    def drain(self, peer: PeerId) -> None:
         """Process the data that a caller has already sent, because it may have sent messages just before it exited."""
         connection = self._connections.get(peer)
         if connection is not None:
             connection.drain()
 
-    def disconnect(self, peer: Who) -> None:
+    def disconnect(self, peer: PeerId) -> None:
         """Close the connection of a caller. ``gone`` is called before this method returns."""
         connection = self._connections.get(peer)
         if connection is not None:
@@ -231,7 +231,7 @@ class ControlServer(Generic[Who]):
 
         ``gone`` is not called.
         """
-        self._gone = lambda who, silent: None
+        self._gone = lambda peer, silent: None
         if self._server is not None:
             self._server.close()
         for connection in self._strangers.all():
@@ -247,13 +247,13 @@ class ControlServer(Generic[Who]):
 
     # ---- called by connections
 
-    def opened(self, connection: Connection[Who]) -> None:
+    def opened(self, connection: Connection[PeerId]) -> None:
         oldest = self._strangers.add(connection, asyncio.get_running_loop().time())
         if oldest is not None:
             oldest.end("too many other connections were opened before it was authenticated")
         connection.write(encoded(Challenge(connection.nonce)))
 
-    def authenticate(self, connection: Connection[Who], answer: Any) -> Who:
+    def authenticate(self, connection: Connection[PeerId], answer: Any) -> PeerId:
         """Return the caller that answered the challenge.
 
         Raises:
@@ -270,7 +270,7 @@ class ControlServer(Generic[Who]):
                 f"the peer uses protocol version {answer.version}, the driver version {VERSION}: install the same"
                 " release on every host"
             )
-        peer = callers.who(answer)
+        peer = callers.peer_of(answer)
         expected = proof(self.secret, callers.role, connection.nonce, answer.nonce, str(peer))
         # The nonce must have a fixed length. Otherwise, different values could produce the same text for the proof.
         if len(answer.nonce) != NONCE_BYTES or not hmac.compare_digest(answer.proof, expected):
@@ -300,13 +300,15 @@ class ControlServer(Generic[Who]):
         self._accepted(peer)
         return peer
 
-    def _turned_away(self, connection: Connection[Who], answer: Any, reason: str) -> ProtocolError:
-        if self.callers.told_why:
+    def _turned_away(
+        self, connection: Connection[PeerId], answer: Any, reason: str
+    ) -> ProtocolError:
+        if self.callers.sends_reason:
             own = proof(self.secret, "turned away", answer.nonce, connection.nonce, reason)
             connection.write(encoded(TurnedAway(reason, own)))
         return ProtocolError(reason)
 
-    def hear(self, peer: Who, message: Any) -> None:
+    def receive(self, peer: PeerId, message: Any) -> None:
         if isinstance(message, self.callers.answer):
             raise ProtocolError(
                 "the peer sent a second Answer message: install the same release on every host"
@@ -316,10 +318,14 @@ class ControlServer(Generic[Who]):
                 f"the peer authenticated as {peer}, but its Hello message names {message.worker}: install the same"
                 " release on every host"
             )
-        self._heard(peer, message)
+        self._received(peer, message)
 
     def lost(
-        self, connection: Connection[Who], peer: Who | None, trouble: str, error: Exception | None
+        self,
+        connection: Connection[PeerId],
+        peer: PeerId | None,
+        trouble: str,
+        error: Exception | None,
     ) -> None:
         if peer is None:
             self._strangers.remove(connection)

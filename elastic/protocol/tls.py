@@ -122,7 +122,7 @@ class TlsEndpoint:
                 self._tls.do_handshake()
                 self.established = True
                 waiting, self._waiting = self._waiting, bytearray()
-                self.say(waiting)
+                self.send(waiting)
             while part := self._tls.read(_PIECE):
                 parts.append(part)
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
@@ -131,7 +131,7 @@ class TlsEndpoint:
             raise TlsFailed(_explained(error)) from error
         return b"".join(parts)
 
-    def say(self, data: bytes | bytearray) -> None:
+    def send(self, data: bytes | bytearray) -> None:
         if not self.established:
             self._waiting += data
             return

@@ -149,6 +149,6 @@ class ControlClient:
             data = self._wire.frame_of(body)
             if self._tls is not None:
                 with self._turning:
-                    self._tls.say(data)
+                    self._tls.send(data)
                     data = self._tls.due()
             self.socket.sendall(data)

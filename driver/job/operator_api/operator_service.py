@@ -149,7 +149,7 @@ class OperatorService:
         self._servers.append(server)
         return await server.open(
             interface,
-            heard=lambda requester, message: self._on_request(server, requester, message),
+            received=lambda requester, message: self._on_request(server, requester, message),
             gone=lambda requester, silent: None,
             expected=lambda requester: True,
         )

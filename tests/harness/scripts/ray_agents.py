@@ -149,7 +149,7 @@ async def main(folder: str) -> None:
     bench = Bench({"left": ids[0], "right": ids[1]})
     await bench.fleet.workers.open(
         "127.0.0.1",
-        heard=lambda worker, message: None,
+        received=lambda worker, message: None,
         gone=lambda worker, silent: None,
         expected=lambda worker: True,
     )

@@ -73,7 +73,7 @@ async def test_peer_that_does_not_answer_is_no_low_bandwidth():
     )
     address = await server.open(
         LOOPBACK,
-        heard=lambda agent, message: None,
+        received=lambda agent, message: None,
         gone=lambda agent, silent: None,
         expected=lambda agent: True,
     )

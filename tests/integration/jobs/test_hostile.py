@@ -74,7 +74,7 @@ def under_tls(sock: socket.socket, paths: tuple[str, str, str], frame: bytes) ->
     while not end.established:
         sock.sendall(end.due())
         end.feed(sock.recv(65536))
-    end.say(frame)
+    end.send(frame)
     return end.due()
 
 

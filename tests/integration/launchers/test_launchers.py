@@ -84,7 +84,7 @@ async def opened(kind: str) -> AsyncIterator[Host]:
     if fleet is not None:
         await fleet.workers.open(
             "127.0.0.1",
-            heard=lambda worker, message: None,
+            received=lambda worker, message: None,
             gone=lambda worker, silent: None,
             expected=lambda worker: True,
         )

@@ -100,7 +100,7 @@ class LoopbackServer:
         asyncio.get_running_loop().set_exception_handler(self._raised)
         self._address = await self._server.open(
             "127.0.0.1",
-            heard=self._heard,
+            received=self._received,
             gone=lambda worker, silent: self._inside.discard(worker),
             expected=lambda worker: worker in self._said or worker in self._inside,
         )
@@ -126,7 +126,7 @@ class LoopbackServer:
             f"the event loop reported {context.get('exception') or context['message']!r}"
         )
 
-    def _heard(self, worker: Worker, message: Any) -> None:
+    def _received(self, worker: Worker, message: Any) -> None:
         if worker in self._said:
             expected = self._said[worker].popleft() if self._said[worker] else None
             if message != expected:

@@ -126,13 +126,13 @@ class LightAgent:
         self.workers: dict[Worker, LightWorker] = {}
         self.state = AgentState()
         self._fleet = fleet
-        self._said_here_at = 0.0
+        self._here_sent_at = 0.0
         self.uplink = Uplink(
             AgentId(host, time.time_ns()),
             fleet.secret,
             fleet.find,
             opened=lambda: None,
-            heard=self._heard,
+            received=self._received,
             closed=lambda reason: None,
             missing=lambda reason: None,
             lease_s=fleet.lease_s,
@@ -153,20 +153,20 @@ class LightAgent:
             if worker.trains and worker.recovery.generation == generation:
                 worker.train()
 
-    def _heard(self, message: Any) -> None:
+    def _received(self, message: Any) -> None:
         self._fleet.heard += not isinstance(message, Beat)
         match message:
             case Tell(workers, word):
                 self._fleet.told(message)
                 if isinstance(word, messages.World):
-                    self.state.told(word.generation)
+                    self.state.record_world(word.generation)
                 for each in workers:
                     found = self.workers.get(each)
                     if found is not None:
                         self._tell(found, word)
             case TellPlaces(members, world):
                 self._fleet.told(message)
-                self.state.told(world.generation)
+                self.state.record_world(world.generation)
                 for each, place in members:
                     found = self.workers.get(each)
                     if found is not None:
@@ -193,8 +193,8 @@ class LightAgent:
 
     def _beaten(self) -> None:
         now = asyncio.get_running_loop().time()
-        if now - self._said_here_at >= HERE_S:
-            self._said_here_at = now
+        if now - self._here_sent_at >= HERE_S:
+            self._here_sent_at = now
             self.uplink.send(Here())
 
     def _attached(self, attach: Attach) -> None:

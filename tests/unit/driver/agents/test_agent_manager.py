@@ -85,7 +85,7 @@ class Agent:
             secret,
             find,
             opened=lambda: None,
-            heard=self.heard.put_nowait,
+            received=self.heard.put_nowait,
             closed=lambda reason: self.heard.put_nowait(("closed", reason)),
             missing=lambda reason: self.heard.put_nowait(("missing", reason)),
             lease_s=2.0,
@@ -145,7 +145,7 @@ class Driver:
         put = self.events.put_nowait
         self.address = await self.fleet.workers.open(
             "127.0.0.1",
-            heard=lambda worker, message: put((worker, message)),
+            received=lambda worker, message: put((worker, message)),
             gone=lambda worker, silent: put((worker, "gone")),
             expected=lambda worker: True,
         )

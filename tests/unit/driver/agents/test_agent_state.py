@@ -89,7 +89,7 @@ def test_agent_without_a_job_has_no_deadline():
 
 
 def test_generation_without_this_host_kills_its_workers_after_the_lease(state):
-    state.told(4)
+    state.record_world(4)
     assert not state.fenced(5, now=9.0), "it has a driver, who will tell"
     state.lost(now=10.0)
     assert not state.fenced(5, now=11.9), "its lease still runs"

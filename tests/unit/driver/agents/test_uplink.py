@@ -54,7 +54,7 @@ class Both:
         put = self.seen.put_nowait
         address = await self.server.open(
             "127.0.0.1",
-            heard=lambda agent, message: put((agent, message)),
+            received=lambda agent, message: put((agent, message)),
             gone=lambda agent, silent: put("gone"),
             expected=lambda agent: True,
         )
@@ -67,7 +67,7 @@ class Both:
             SECRET,
             find,
             opened=lambda: put("opened"),
-            heard=self.heard,
+            received=self.heard,
             closed=lambda reason: put("closed"),
             missing=lambda reason: put("missing"),
             lease_s=2.0,

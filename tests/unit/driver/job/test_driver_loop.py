@@ -47,10 +47,10 @@ class FakeServer:
         self.sent: list[tuple[Worker, Any]] = []
         self.here: set[Worker] = set()
         self.last_words: dict[Worker, list[Any]] = {}
-        self.heard = self.gone = self.expected = cast(Any, None)
+        self.received = self.gone = self.expected = cast(Any, None)
 
-    async def open(self, interface, port, *, heard, gone, expected) -> Address:
-        self.heard, self.gone, self.expected = heard, gone, expected
+    async def open(self, interface, port, *, received, gone, expected) -> Address:
+        self.received, self.gone, self.expected = received, gone, expected
         return Address(interface, 4711)
 
     def send(self, worker, message) -> bool:
@@ -71,7 +71,7 @@ class FakeServer:
 
     def drain(self, worker) -> None:
         for message in self.last_words.pop(worker, []):
-            self.heard(worker, message)
+            self.received(worker, message)
 
     def connected(self, worker) -> bool:
         return worker in self.here
@@ -144,7 +144,7 @@ class Story:
 
     async def say(self, worker, *messages) -> None:
         for message in messages:
-            self.server.heard(worker, message)
+            self.server.received(worker, message)
         await self.settle()
 
     async def train(self, *workers) -> None:
@@ -217,8 +217,8 @@ async def test_queued_reports_of_workers_when_handled_then_only_the_last_leads_t
     async with Story(path=path, np=3) as s:
         await s.train(A, B, C)
         for worker in (A, B, C):  # without waiting in between
-            s.server.heard(worker, protocol.Returned(1))
-            s.server.heard(worker, protocol.Resumed(1, {}))
+            s.server.received(worker, protocol.Returned(1))
+            s.server.received(worker, protocol.Resumed(1, {}))
         await s.settle()
     _, entries = read(path)
     resumed = [entry.more for entry in entries if isinstance(entry.event, events.WorkerResumed)]
@@ -318,7 +318,7 @@ async def test_clean_exit_waits_for_messages_in_flight(s):
     s.server.here.discard(B)
     await s.exit(B)
     assert not s.run.done()  # A's connection has not ended
-    s.server.heard(A, protocol.SendResult(b"large"))
+    s.server.received(A, protocol.SendResult(b"large"))
     s.server.here.discard(A)
     s.server.gone(A, False)
     assert await s.code() == 0

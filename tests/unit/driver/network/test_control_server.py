@@ -82,7 +82,7 @@ async def driving() -> AsyncIterator[Driver]:
     driver = Driver()
     driver.address = await driver.server.open(
         "127.0.0.1",
-        heard=lambda worker, message: driver.events.put_nowait((worker, message)),
+        received=lambda worker, message: driver.events.put_nowait((worker, message)),
         gone=lambda worker, silent: driver.events.put_nowait(
             (worker, "silent" if silent else "gone")
         ),

@@ -220,7 +220,7 @@ async def test_proof_for_one_server_is_invalid_for_another(driver):
         secret=b"o" * 32, log=lambda level, text: None, callers=driver.server.callers
     )
     address = await other.open(
-        "127.0.0.1", heard=lambda *_: None, gone=lambda *_: None, expected=lambda _: True
+        "127.0.0.1", received=lambda *_: None, gone=lambda *_: None, expected=lambda _: True
     )
     try:
         peer = await Peer.reach(address)
@@ -419,7 +419,7 @@ def test_modified_tls_handshake_fails_without_side_effects(tmp_path):
             refused += 1
             assert str(failure).isprintable()
         else:
-            server.say(b"secret")
+            server.send(b"secret")
             with contextlib.suppress(TlsFailed):
                 assert client.feed(server.due()) in (b"", b"secret")
     assert refused > 50
@@ -438,7 +438,7 @@ async def test_stalled_tls_handshake_is_closed_in_time_and_uses_no_slot(tmp_path
         tls=ours,
     )
     address = await server.open(
-        "127.0.0.1", heard=lambda *_: None, gone=lambda *_: None, expected=lambda _: True
+        "127.0.0.1", received=lambda *_: None, gone=lambda *_: None, expected=lambda _: True
     )
     begun = TlsEndpoint(context(*files, server=False), server=False).due()
     for record in [

@@ -70,7 +70,7 @@ class Driver:
         self.address = self.ask(
             self.server.open(
                 "127.0.0.1",
-                heard=lambda worker, message: self.heard.put(message),
+                received=lambda worker, message: self.heard.put(message),
                 gone=lambda worker, silent: self.heard.put("silent" if silent else "gone"),
                 expected=lambda worker: worker == A,
             )
