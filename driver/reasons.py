@@ -256,7 +256,7 @@ def commit_id(fact: object) -> str:
 # ---- sentences -----------------------------------------------------------------------------------------------------
 
 
-class _Words(string.Formatter):
+class _FactFormatter(string.Formatter):
     """Formatter for the templates of sentences, with five additional format specifiers.
 
     ``{n:+worker}`` inserts a number and its noun, ``{x:brief}`` the beginning of a reason's sentence, ``{x:wrote}`` the
@@ -279,7 +279,7 @@ class _Words(string.Formatter):
 
 
 Sentence = str | tuple[str, str] | Callable[[Mapping[str, Any]], str]
-_words = _Words()
+_formatter = _FactFormatter()
 
 
 def _parts(reason: Reason) -> Sequence[str]:
@@ -288,7 +288,7 @@ def _parts(reason: Reason) -> Sequence[str]:
         if callable(sentence):
             return (sentence(reason.facts),)
         parts = sentence if isinstance(sentence, tuple) else (sentence,)
-        return [_words.vformat(part, (), reason.facts) for part in parts]
+        return [_formatter.vformat(part, (), reason.facts) for part in parts]
     except (LookupError, TypeError, ValueError):
         return (f"{reason.kind.value}: {reason.facts}",)
 
@@ -296,10 +296,10 @@ def _parts(reason: Reason) -> Sequence[str]:
 def _lost_peer_outside(facts: Mapping[str, Any]) -> str:
     began = facts.get("began", True)
     where = "outside elastic.run" if began else "before elastic.run began"
-    said = (
+    template = (
         f"{{who}} lost a peer {where} and can't recover ({{text}}). {ADVICE if began else BEFORE}"
     )
-    return _words.vformat(said, (), facts)
+    return _formatter.vformat(template, (), facts)
 
 
 def _several(facts: Mapping[str, Any]) -> str:
@@ -333,21 +333,21 @@ def _hang(begin: str) -> Callable[[Mapping[str, Any]], str]:
         before = facts["before"]
         again = f" (hang {before + 1} since the last new commit)" if before else ""
         end = "no single worker is at fault, so no worker is killed, and all workers form a new communicator"
-        return f"{_words.vformat(begin, (), facts)}{again}; {end}"
+        return f"{_formatter.vformat(begin, (), facts)}{again}; {end}"
 
     return sentence
 
 
 def _ended(facts: Mapping[str, Any]) -> str:
     """Describe the exit of a worker that ends the job."""
-    text = _words.vformat("{who} ended with {exit}{killed_for:because}", (), facts)
+    text = _formatter.vformat("{who} ended with {exit}{killed_for:because}", (), facts)
     early = " too early" if facts.get("early") else ""
     outside = ""
     if facts.get("outside"):
         outside = f" while others were outside elastic.run. {ADVICE}"
         if not facts.get("began", True):
             outside = f" before elastic.run began. {BEFORE}"
-    return f"{text}{early}{outside}{_words.format_field(facts.get('wrote'), 'wrote')}"
+    return f"{text}{early}{outside}{_formatter.format_field(facts.get('wrote'), 'wrote')}"
 
 
 def _layouts_differ(facts: Mapping[str, Any]) -> str:
@@ -358,9 +358,9 @@ def _layouts_differ(facts: Mapping[str, Any]) -> str:
             same state, or None if shards were lost with ``worker``.
     """
     again = ", like that of {first} earlier" if facts["first"] else ", and its shards are lost"
-    said = "the state of {worker} differs from that of {rank_0}" + again
+    template = "the state of {worker} differs from that of {rank_0}" + again
     build = "build the same model, optimizer and state on every rank"
-    return f"{_words.vformat(said, (), facts)}: {build}"
+    return f"{_formatter.vformat(template, (), facts)}: {build}"
 
 
 def _all_returned(facts: Mapping[str, Any]) -> str:
@@ -460,7 +460,7 @@ def _too_few_slots(facts: Mapping[str, Any]) -> str:
     more = f" and {facts['more']} more" if facts["more"] else ""
     begin = "{needed:+worker} needed, but {slots}: {given_up}{more} excluded after {attempts:+attempt} without progress"
     facts = {**facts, "slots": _only_slots(facts["usable"]), "more": more}
-    return _words.vformat(f"{begin}, and the list of hosts is fixed{{wrote:wrote}}", (), facts)
+    return _formatter.vformat(f"{begin}, and the list of hosts is fixed{{wrote:wrote}}", (), facts)
 
 
 def _first_world(facts: Mapping[str, Any]) -> str:
@@ -505,7 +505,7 @@ def _script_fails(facts: Mapping[str, Any]) -> str:
     """
     last = f"the last, {facts['worker']}," if "worker" in facts else "the last"
     text = f"every worker ended before training began, {last} with {{exit}}{{killed_for:because}}{{wrote:wrote}}"
-    return _words.vformat(text, (), facts)
+    return _formatter.vformat(text, (), facts)
 
 
 def _machine_leaves(facts: Mapping[str, Any]) -> str:

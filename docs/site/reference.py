@@ -182,7 +182,7 @@ def _metric_rows() -> Iterator[str]:
     figures.view.note(WorkerMerged(Worker("h", 0), 1, 1, 1, 1, []), [], 0.0)
     figures.rates.step = 1
     for at in (0.0, 5.0):
-        figures.rates.steps.told(Worker("h", 0), int(at), 1, at)
+        figures.rates.steps.record(Worker("h", 0), int(at), 1, at)
     for family in families(figures):
         labels = ", ".join(getattr(family, "_labelnames", ()))
         yield f"| `{family.name}` | {family.type} | {labels} | {_cell(family.documentation)} |"

@@ -363,7 +363,7 @@ class HostAgent:
             self._in_background(self._clear(why))
 
     def _missing(self, reason: str) -> None:
-        """Log that no driver was found. For the same reason, log at most one line per MISSING_SAID_S seconds."""
+        """Log that no driver was found. For the same reason, log at most one line per MISSING_LOG_S seconds."""
         now = self._now()
         least_s = MISSING_LOG_S if reason == self._missing_logged else ANOTHER_REASON_S
         if now - self._missing_logged_at >= least_s:

@@ -71,7 +71,7 @@ _WORKERS_SWITCHES = (
     "HOROVOD_DYNAMIC_PROCESS_SETS",
     "HOROVOD_DISABLE_GROUP_FUSION",
 )
-_SAYS_NOTHING = {
+_DEFAULT_VALUES = {
     # These values equal Horovod's defaults, so the user may not have set them.
     ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0"),
     ("HOROVOD_NUM_NCCL_STREAMS", "0"),
@@ -93,7 +93,7 @@ NAMES = ("elasticrun", "horovodrun")
 COMMANDS = ("jobs", "status", "scale", "drain", "remove", "stacks", "logs", "stop")
 OTHER_COMMANDS = ("agent", "secret", "k8s", "explain", "replay", "checkpoints", "docs", "doctor")
 # The output of these commands may be piped to a program that exits early, such as `head`.
-TELLING = (*COMMANDS, *OTHER_COMMANDS[2:])
+PIPED_COMMANDS = (*COMMANDS, *OTHER_COMMANDS[2:])
 _MIB = 1 << 20
 _A_DAY_S = 86_400.0
 _SLACK_S = 60.0  # margin by which collectives time out after the driver has acted on a hang
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{_called()}:", str(error).replace("\n", " "), file=sys.stderr)
         return 2
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and arguments and arguments[0] in TELLING:
+        if isinstance(error, BrokenPipeError) and arguments and arguments[0] in PIPED_COMMANDS:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 128 + signal.SIGPIPE
         print(f"{_called()}: the driver can't start: {error}", file=sys.stderr)
@@ -269,7 +269,7 @@ def read_options(arguments: Sequence[str], environ: Mapping[str, str]) -> Option
     words = [
         (f"{flag}={environ[name]}", f"environment variable {name}")
         for name, flag in flags.parser().variables.items()
-        if environ.get(name) and (name, environ[name]) not in _SAYS_NOTHING
+        if environ.get(name) and (name, environ[name]) not in _DEFAULT_VALUES
     ]
     words += _switches(environ) + _fusion(environ)
     if options.config_file is not None:

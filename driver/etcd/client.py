@@ -77,7 +77,7 @@ class EtcdClient:
         """Close the connection, within a time limit. Pending requests raise Unavailable, and watches end."""
         await self._members.close()
 
-    def tell(self, noticed: Callable[[Reason], None]) -> None:
+    def set_listener(self, noticed: Callable[[Reason], None]) -> None:
         """Set the callback that receives a reason whenever etcd becomes unavailable or available again."""
         self._members.noticed = noticed
 

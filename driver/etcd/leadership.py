@@ -200,7 +200,7 @@ class Leadership:
         if not self._lease:
             self._lease = await self._etcd.grant(self._ttl_s, within_s=None)
             if self._guard is not None:
-                self._guard.tell(self._lease)
+                self._guard.send_lease(self._lease)
         return self._lease
 
     async def _keep(self) -> None:

@@ -55,7 +55,7 @@ class LeaseGuard:
     def pid(self) -> int | None:
         return self._popen.pid if self._popen else None
 
-    def tell(self, lease: int) -> None:
+    def send_lease(self, lease: int) -> None:
         self._write(str(lease).encode())
 
     def close(self) -> None:

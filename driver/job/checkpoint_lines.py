@@ -59,7 +59,7 @@ class CheckpointLines:
     def __init__(self, now: Callable[[], float], log: Callable[[str, str], None]) -> None:
         self._now = now
         self._log = log
-        self._said_at: dict[type, float] = {}
+        self._logged_at: dict[type, float] = {}
         self._unlogged: CheckpointCompleted | None = None
         self._made_at = 0.0
         # whether a failure was logged and no checkpoint was completed since
@@ -70,7 +70,7 @@ class CheckpointLines:
         self._made_at = self._now()
         if self._failed:  # log this checkpoint, to show that checkpoints work again
             self._failed = False
-            self._said_at.pop(CheckpointCompleted, None)
+            self._logged_at.pop(CheckpointCompleted, None)
         may_log = self._over or self._may_log(CheckpointCompleted, MADE_S)
         self._unlogged = None if may_log else made
         self._log_made("info" if self._unlogged is None else "debug", made)
@@ -94,7 +94,7 @@ class CheckpointLines:
     def failed(self, failed: CheckpointFailed) -> None:
         level = "warning" if failed.unusual and self._may_log(CheckpointFailed) else "debug"
         self._failed |= level == "warning"
-        self._log(level, f"checkpoint skipped: {failed.who} reports {failed.reason}")
+        self._log(level, f"checkpoint skipped: {failed.worker} reports {failed.reason}")
 
     def not_equal(self, found: ReplicasDiffer) -> None:
         if not self._may_log(ReplicasDiffer):
@@ -115,8 +115,8 @@ class CheckpointLines:
         self._log("error", f"{what}; {why}")
 
     def _may_log(self, kind: type, quiet_s: float = QUIET_S) -> bool:
-        last = self._said_at.get(kind)
+        last = self._logged_at.get(kind)
         if last is not None and self._now() - last <= quiet_s:
             return False
-        self._said_at[kind] = self._now()
+        self._logged_at[kind] = self._now()
         return True

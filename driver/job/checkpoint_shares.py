@@ -62,7 +62,7 @@ class CheckpointFailed:
     """
 
     number: int
-    who: Worker
+    worker: Worker
     reason: str
     # False if the cause is harmless: a late message, or an earlier checkpoint that is still being written
     unusual: bool

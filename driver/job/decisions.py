@@ -131,7 +131,7 @@ class JobDecisions:
             if not begun:
                 actions += self.ending.begun
             if begun:
-                actions += self.ending.heard(event, now)
+                actions += self.ending.handle(event, now)
             if isinstance(event, StopRequested) and stopped and (begun or again):
                 actions += self._stopped(event, again=again, now=now)
             actions += self.ending.lost(unseen, now)

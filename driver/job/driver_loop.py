@@ -238,7 +238,7 @@ class Driver:
         self._signalled_at: dict[signal.Signals, float] = {}
         # text and exit code of a stop request received before run()
         self._early_stop: tuple[str, int] | None = None
-        self._said_last = ""  # last log line about the world
+        self._logged_last = ""  # last log line about the world
         self._exits = ExitLines(log, unfolding)
         self._pending_requests = PendingRequests()
 
@@ -268,7 +268,7 @@ class Driver:
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop, reason, code)
 
-    def tell(self, event: events.Event) -> None:
+    def handle_request(self, event: events.Event) -> None:
         """Handle an operator's request. Must be called in the event loop's thread while the job runs."""
         self._post(event)
 
@@ -290,9 +290,9 @@ class Driver:
         with self._signals():
             await self._run()
         assert self._decisions.ending is not None
-        heard = self._signalled if self._stop_code is None else self._stop_code
-        if self._decisions.stop_code is None and heard is not None:
-            return heard  # the signal arrived after the last iteration of the loop
+        stop_code = self._signalled if self._stop_code is None else self._stop_code
+        if self._decisions.stop_code is None and stop_code is not None:
+            return stop_code  # the signal arrived after the last iteration of the loop
         return self._decisions.ending.code
 
     async def _run(self) -> None:
@@ -324,7 +324,7 @@ class Driver:
             if self._alarm is not None:
                 self._alarm.cancel()
             await self._launcher.close()
-            self._exits.say()
+            self._exits.flush()
             self._gone()
             if self._last_line is not None:
                 self._log(*self._last_line)
@@ -357,7 +357,7 @@ class Driver:
             )
 
     def _on_message(self, worker: Worker, message: Any) -> None:
-        if self._tracing.heard(worker, message) or self._reports.heard(worker, message):
+        if self._tracing.handle(worker, message) or self._reports.handle(worker, message):
             return
         checkpoint_actions = self._checkpoints.handle(worker, message)
         if checkpoint_actions is not None:
@@ -497,7 +497,7 @@ class Driver:
             for text in self._pending_requests.met(self.places, self._now()):
                 self._log("info", text)
         if isinstance(event, events.WorkerConnected):
-            differing = self._versions.heard(event.worker.host, event.torch_version)
+            differing = self._versions.record(event.worker.host, event.torch_version)
             if differing:
                 self._log("warning", differing)
         if (
@@ -659,8 +659,8 @@ class Driver:
         return None
 
     def _news(self, text: str) -> Line:
-        level = "debug" if text == self._said_last else "info"
-        self._said_last = text
+        level = "debug" if text == self._logged_last else "info"
+        self._logged_last = text
         return (level, text)
 
     def _start(self, action: events.StartWorker) -> None:
@@ -735,7 +735,7 @@ class Driver:
         self._reports.keep({*self.places, *self._decisions.running})
         self._promised.clear()
         text = world_line(
-            world, before=self._said_last, wanted=self.job.settings.np, slots=self._slots
+            world, before=self._logged_last, wanted=self.job.settings.np, slots=self._slots
         )
         return ("info", text)
 

@@ -91,7 +91,7 @@ class JobIO:
     # whether a signal stopped the job; the driver then does not wait for a slow reader of its output
     stopped: bool = False
 
-    def told(self, report: Report, reported: Callable[[Report], object] | None) -> None:
+    def forward_report(self, report: Report, reported: Callable[[Report], object] | None) -> None:
         """Forward a worker's report to the live page, the report file, the metrics and TensorBoard.
 
         Args:
@@ -202,18 +202,18 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
         stderr=stderr,
         timestamps=job.prefix_timestamps,
         verbose=_LEVELS[job.log_level] == "debug",
-        unsaid=timer.touch,
+        on_unlogged=timer.touch,
         asked=page.model.was_asked,
         folder=Path(job.output_dir) if job.output_dir else None,
-        heard=page.printed,
+        on_lines=page.printed,
     )
     level = _LEVELS[job.log_level]
     console = Console(
-        output.say,
+        output.write_line,
         level=level,
         colour=job.streams is None and is_terminal(sys.stderr),
         timestamps=job.log_timestamps,
-        heard=page.said,
+        on_line=page.add_log_line,
     )
     metrics: MetricsServer | None = None
     wait_s: float | None = STOPPED_S  # also applies if an exception is raised

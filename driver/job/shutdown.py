@@ -88,7 +88,7 @@ class Shutdown:
     def _fences(self) -> bool:
         return self._again and self.code == 0 and self._idle_s > 0
 
-    def heard(self, event: events.Event, now: float) -> list[events.Action]:
+    def handle(self, event: events.Event, now: float) -> list[events.Action]:
         """Return the actions for an event about a worker."""
         match event:
             case events.WorkerExited():

@@ -164,7 +164,7 @@ async def _alone(
         log=console,
         noted=job_io.noted,
         tracing=job_io.tracing,
-        reported=lambda report: job_io.told(report, job.reported),
+        reported=lambda report: job_io.forward_report(report, job.reported),
         answered=job_io.desk.answered,
         gone=lambda: job_io.log_end(job),
         unfolding=job_io.unfolding,

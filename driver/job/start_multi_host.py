@@ -227,7 +227,9 @@ class _Run:
         journal = await self._journal(archive, writer)
         if self.lead is not None:
             now = asyncio.get_running_loop().time
-            self.lead.etcd.tell(lambda reason: journal.trouble(now() + writer.offset_s, reason))
+            self.lead.etcd.set_listener(
+                lambda reason: journal.trouble(now() + writer.offset_s, reason)
+            )
         fleet = AgentManager(
             server,
             attach=Attach(
@@ -270,7 +272,7 @@ class _Run:
             tracing=self.job_io.tracing,
             past=self._adopted(writer.offset_s),
             listening=self._announce,
-            reported=lambda report: self.job_io.told(report, job.reported),
+            reported=lambda report: self.job_io.forward_report(report, job.reported),
             leaves=self._leave if plan.left_by_sigterm else None,
             answered=self.job_io.desk.answered,
             gone=lambda: self.job_io.log_end(job),
@@ -461,7 +463,7 @@ class _Run:
             take=lambda: snapshot.take_snapshot(self.membership),
             resumable=self.plan.outlived,
             failed=lambda text: self.log("warning", text),
-            suits=self._none_waiting,
+            suits=self._settled,
         )
         header = header_of(
             self.job.settings,
@@ -486,7 +488,7 @@ class _Run:
             journal = await archive.begin(header, policy)
         return journal if copy is None else JournalCopy(journal, copy)
 
-    def _none_waiting(self) -> bool:
+    def _settled(self) -> bool:
         """Return whether all workers train and none is expected to reconnect or exit.
 
         Snapshots are preferably taken in this state, because a snapshot of a large job blocks the driver for a while.
@@ -534,11 +536,11 @@ class _Run:
 class ObservedDiscovery:
     """Wrapper of a discovery that also passes each list to a callback."""
 
-    def __init__(self, source: Discovery, hears: Callable[[dict[str, int]], None]) -> None:
+    def __init__(self, source: Discovery, on_hosts: Callable[[dict[str, int]], None]) -> None:
         self._source = source
-        self._hears = hears
+        self._on_hosts = on_hosts
 
     async def watch(self) -> AsyncIterator[dict[str, int]]:
         async for hosts in self._source.watch():
-            self._hears(hosts)
+            self._on_hosts(hosts)
             yield hosts

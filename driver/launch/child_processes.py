@@ -26,7 +26,7 @@ from elastic.version import __version__
 
 KEPT_BYTES = 64 * 1024  # number of bytes to keep from the end of the output
 # maximum number of log lines to forward that an agent prints outside its connection to the driver
-SAID_LINES = 20
+MAX_LOGGED_LINES = 20
 REAP_S = 1.0
 # Environment variables that agents do not inherit from the driver, because their bootstrap contains the values.
 WITHHELD = frozenset({"ELASTIC_JOB_SECRET", "ELASTIC_ETCD_PASSWORD"})
@@ -50,7 +50,7 @@ def as_logged(line: str) -> tuple[str, str]:
 class ChildProcess:
     """Child process of a starter.
 
-    Once the process is ready, ``heard`` is called with each line that it prints. ``gone`` is called after the last
+    Once the process is ready, ``on_line`` is called with each line that it prints. ``gone`` is called after the last
     line.
     """
 
@@ -74,7 +74,7 @@ class ChildProcess:
         self.ended = asyncio.Event()
         self.code: int | None = None
         self.outlives = outlives
-        self.heard: Callable[[str], None] = lambda line: None
+        self.on_line: Callable[[str], None] = lambda line: None
         self.gone: Callable[[], None] = lambda: None
         self._printed = bytearray()
         self._line = bytearray()
@@ -98,7 +98,7 @@ class ChildProcess:
         self._watch()
         self._send()
 
-    def said(self) -> str:
+    def last_output(self) -> str:
         """Return the last part of the output that the process has written to stdout and stderr."""
         return self._printed.decode("utf-8", "replace")
 
@@ -164,7 +164,7 @@ class ChildProcess:
         for line in lines:
             # Ignore lines that end with a carriage return, which ssh has written.
             if not line.endswith(b"\r"):
-                self.heard(line.decode("utf-8", "replace"))
+                self.on_line(line.decode("utf-8", "replace"))
 
     def _close_output(self) -> None:
         if not self._output.closed:
@@ -283,7 +283,7 @@ class ChildProcesses:
             process = ChildProcess(command, env, text, outlives=bootstrap.outlives)
             self._all.add(process)
             process.gone = partial(self._forget, process)
-            process.heard = self._line_logger(host)
+            process.on_line = self._line_logger(host)
             try:
                 await self._become_ready(bootstrap, process, explain)
             except BaseException:
@@ -316,7 +316,7 @@ class ChildProcesses:
             process.gone = partial(self._lost, host, process)
 
     def _line_logger(self, host: str) -> Callable[[str], None]:
-        left = iter(range(SAID_LINES, 0, -1))
+        left = iter(range(MAX_LOGGED_LINES, 0, -1))
 
         def log_line(line: str) -> None:
             level, text = as_logged(line)

@@ -106,7 +106,7 @@ class SshStarter:
         self._environ = environ
         self._children = ChildProcesses(
             log,
-            lambda host, process: why_ended(host, process.code, process.said(), by_ssh=True),
+            lambda host, process: why_ended(host, process.code, process.last_output(), by_ssh=True),
             at_once=AT_ONCE,
             ready_s=options.ready_s,
             close_s=CLOSE_S,
@@ -146,19 +146,21 @@ class SshStarter:
 
     async def _explain(self, host: str, process: ChildProcess, release: str | None) -> str:
         if process.code == SSH_FAILED:
-            return why_ssh_failed(host, process.said(), shlex.join([*self._options.words(), host]))
+            return why_ssh_failed(
+                host, process.last_output(), shlex.join([*self._options.words(), host])
+            )
         return why_no_agent(
             host,
             process.code,
-            process.said(),
+            process.last_output(),
             ours=__version__,
             release=release,
             limit_s=self._options.ready_s,
         )
 
 
-def ssh_command(options: SshOptions, host: str, words_there: str) -> list[str]:
-    """Return the ssh command line that runs the remote command ``words_there`` on ``host``.
+def ssh_command(options: SshOptions, host: str, remote_command: str) -> list[str]:
+    """Return the ssh command line that runs the remote command ``remote_command`` on ``host``.
 
     The command contains no secrets, and ssh cannot mistake the host for an option.
     """
@@ -174,4 +176,4 @@ def ssh_command(options: SshOptions, host: str, words_there: str) -> list[str]:
         "RemoteCommand": "none",
     }
     words = [word for key, value in settings.items() for word in ("-o", f"{key}={value}")]
-    return [options.program, "-T", *options.words(), *words, "--", host, words_there]
+    return [options.program, "-T", *options.words(), *words, "--", host, remote_command]

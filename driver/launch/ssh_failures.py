@@ -69,7 +69,7 @@ def why_ssh_failed(host: str, output: str, words: str) -> str:
             keys = re.findall(r"Offering public key: (.+?) [A-Z0-9-]+ SHA256:", output)
             tried = ", ".join(dict.fromkeys(keys)) or "none"
             return sentence.format(*found.groups(), host=host, words=words, tried=tried)
-    own = " | ".join(_own_words(output))[-_SHOWN:] or "no reason given"
+    own = " | ".join(_ssh_lines(output))[-_SHOWN:] or "no reason given"
     return f"ssh to {host} failed: {own}; try it by hand: ssh {words}"
 
 
@@ -91,7 +91,7 @@ def why_no_agent(
             f"{host} has release {release} of hvd-elastic, but this machine has {ours}; install the same release"
             f" on both: pip install hvd-elastic=={ours}"
         )
-    lines = _own_words(output)
+    lines = _ssh_lines(output)
     last = lines[-1][:_SHOWN] if lines else ""
     if code is None:
         more = f"; last output: {last}" if last else ""
@@ -114,7 +114,7 @@ def why_no_agent(
 
 def why_ended(host: str, code: int | None, output: str, *, by_ssh: bool) -> str:
     """Return the reason why an agent that was ready, or the ssh connection to it, ended unexpectedly."""
-    lines = _own_words(output)
+    lines = _ssh_lines(output)
     last = f": {lines[-1][:_SHOWN]}" if lines else ""
     if by_ssh and code == SSH_FAILED:
         if found := re.search(r"Timeout, server .* not responding", output):
@@ -144,7 +144,7 @@ def _missing(host: str, module: str, ours: str) -> str:
     return f"hvd-elastic on {host} lacks its dependency {module}: install it there with all others, {install}"
 
 
-def _own_words(output: str) -> list[str]:
+def _ssh_lines(output: str) -> list[str]:
     """Return the lines of ``output`` that are neither empty nor debug messages of ssh."""
     lines = (line.strip() for line in output.splitlines())
     return [line for line in lines if line and not _DEBUG.match(line)]

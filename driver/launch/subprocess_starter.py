@@ -42,7 +42,9 @@ class ChildStarter:
         self._ready_s = ready_s
         self._children = ChildProcesses(
             log,
-            lambda host, process: why_ended(host, process.code, process.said(), by_ssh=False),
+            lambda host, process: why_ended(
+                host, process.code, process.last_output(), by_ssh=False
+            ),
             at_once=at_once,
             ready_s=ready_s,
             close_s=close_s,
@@ -53,7 +55,7 @@ class ChildStarter:
             return why_no_agent(
                 bootstrap.host,
                 process.code,
-                process.said(),
+                process.last_output(),
                 ours=__version__,
                 release=release,
                 limit_s=self._ready_s,

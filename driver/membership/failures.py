@@ -164,7 +164,7 @@ class Failures(Part):
 
     def exited(self, event: WorkerExited) -> None:
         # Do not wait any longer for this worker's answer to a liveness probe.
-        self.worlds.signs.heard(event.worker)
+        self.worlds.signs.answered(event.worker)
         record = self.roster.remove(event.worker)
         if record is None:
             return

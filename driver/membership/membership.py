@@ -185,7 +185,7 @@ class Membership:
         return self.worlds.actions.decided
 
     def _dispatch(self, event: events.Event) -> None:
-        self.stop.heard(event)
+        self.stop.observe(event)
         # Check the most frequent events first. No event belongs to two parts.
         if self.reports.handle(event) or self.stuck.handle(event):
             return

@@ -12,7 +12,7 @@ class Versions:
     def __init__(self) -> None:
         self._first: dict[str, str] = {}
 
-    def heard(self, host: str, version: str) -> str:
+    def record(self, host: str, version: str) -> str:
         """Record a host's torch version.
 
         Returns:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from elastic.driver.monitoring.stalls import STALL_S, Stalls
 
 MEASURED_S = 2.0  # minimum interval between two measurements, in seconds
-HEARD_S = 11.0  # seconds; twice the interval (about 5 s) at which rank 0 reports its newest commit
+REPORTED_S = (
+    11.0  # seconds; twice the interval (about 5 s) at which rank 0 reports its newest commit
+)
 
 
 class CommitRate:
@@ -50,7 +52,7 @@ class CommitRate:
         rate = self._measured
         if not rate:
             return rate
-        late = now - self._newest_at > max(HEARD_S, 2 / rate)
+        late = now - self._newest_at > max(REPORTED_S, 2 / rate)
         if late or self._stalls.current(now) is not None:
             return 0.0
         since = self._stalls.waits_since

@@ -24,7 +24,7 @@ class ExitLines:
         self._more: list[Reason] | None = None
         # exit reason in the first line if that line is deferred, otherwise None
         self._first: Reason | None = None
-        self._timer = DebounceTimer(self.say, held)
+        self._timer = DebounceTimer(self.flush, held)
 
     def shares(self, level: str, about: Reason | None, *, starting: bool = False) -> bool:
         """Return whether a log line is deferred and becomes part of the summary.
@@ -40,7 +40,7 @@ class ExitLines:
         """
         if about is None or about.kind is not ReasonKind.SLOT_COOLS:
             if level != "debug":
-                self.say()
+                self.flush()
             return False
         self._timer.touch()
         if self._more is not None:
@@ -62,7 +62,7 @@ class ExitLines:
             self._log("debug", f"{about.facts['worker']} ended with {about.facts['exit']}")
         self._first = self._more = None
 
-    def say(self) -> None:
+    def flush(self) -> None:
         """Log the summary of the deferred lines."""
         self._timer.cancel()
         if self._first is not None:

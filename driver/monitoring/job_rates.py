@@ -31,5 +31,5 @@ class JobRates(ViewReader):
             self._counted = view.newest
             self.measured = self.commits.committed(view.commits, now) or self.measured
         if isinstance(event, events.WorkerSpent) and view.ranks.get(event.worker) == 0:
-            self.steps.told(event.worker, event.steps, event.batch, now)
+            self.steps.record(event.worker, event.steps, event.batch, now)
             self.step = event.step

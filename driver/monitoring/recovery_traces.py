@@ -124,14 +124,14 @@ class ExportErrorHandler(logging.Handler):
     def __init__(self, log: Log) -> None:
         super().__init__(logging.WARNING)
         self._log = log
-        self._said = False
+        self._logged = False
         self._logger = logging.getLogger("opentelemetry")
         self._logger.addHandler(self)
         self._propagated, self._logger.propagate = self._logger.propagate, False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self._said:
-            self._said = True
+        if not self._logged:
+            self._logged = True
             self._log("warning", f"traces could not be sent (logged once): {record.getMessage()}")
 
     def close(self) -> None:

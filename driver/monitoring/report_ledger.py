@@ -27,7 +27,7 @@ class ReportLedger:
         # number of reports that each worker has dropped since this dict was last cleared
         self.dropped: dict[Worker, int] = {}
 
-    def heard(self, worker: Worker, report: Reported) -> bool:
+    def record(self, worker: Worker, report: Reported) -> bool:
         """Record a report. Return whether it is the worker's next report, which must be processed.
 
         A worker repeats an accepted report if the acknowledgement was lost. After a gap, the worker sends all missing

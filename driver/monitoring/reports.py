@@ -15,7 +15,7 @@ from elastic.protocol.messages import Message, Place, Reported, Worker
 from elastic.protocol.report_values import Report, unpacked
 
 ANSWER_S = 0.05  # maximum delay of an acknowledgement, in seconds
-DROPPED_SAID_S = 30.0  # minimum interval between two log lines about dropped reports, in seconds
+DROPPED_LOG_S = 30.0  # minimum interval between two log lines about dropped reports, in seconds
 SHOWN = 200  # maximum number of characters of a report that are logged
 
 Callback = Callable[[Report], object]
@@ -35,17 +35,17 @@ class Reports:
         self._raised = False  # whether an exception raised by the callback was already logged
         # hosts from which an invalid report was received and logged
         self._strange: set[str] = set()
-        self._dropped_said_at = float("-inf")
+        self._dropped_logged_at = float("-inf")
 
     def serve(self, send_each: SendEach) -> None:
         """Set the function that sends messages to workers. Called after the server has started."""
         self._send_each = send_each
 
-    def heard(self, worker: Worker, message: Any) -> bool:
+    def handle(self, worker: Worker, message: Any) -> bool:
         """Handle a message from a worker. Return whether it was a report."""
         if not isinstance(message, Reported):
             return False
-        if self._ledger.heard(worker, message):
+        if self._ledger.record(worker, message):
             self._take(worker, message)
         self._answer_soon(worker)
         return True
@@ -111,7 +111,7 @@ class Reports:
         if not dropped:
             return
         now = asyncio.get_running_loop().time()
-        if always or now - self._dropped_said_at >= DROPPED_SAID_S:
+        if always or now - self._dropped_logged_at >= DROPPED_LOG_S:
             count, workers = sum(dropped.values()), len(dropped)
             senders = str(next(iter(dropped))) if workers == 1 else f"{workers} workers"
             self._log(
@@ -119,5 +119,5 @@ class Reports:
                 f"the oldest {count} reports of {senders} were dropped: too many arrived at once, or no driver was"
                 " connected",
             )
-            self._dropped_said_at = now
+            self._dropped_logged_at = now
             dropped.clear()

@@ -24,7 +24,7 @@ class StepRate:
         self._made = 0
         self._over_s = 0.0
 
-    def told(self, worker: Worker, steps: int | None, batch: int | None, now: float) -> None:
+    def record(self, worker: Worker, steps: int | None, batch: int | None, now: float) -> None:
         """Record that ``worker`` has completed ``steps`` steps, of ``batch`` samples each, since its start.
 
         A report of another worker, or with fewer steps than before, starts a new measurement.

@@ -65,8 +65,8 @@ class Spent:
     worker: Worker
     began: float
     ended: float | None = None
-    said: Times = field(default_factory=Times)
-    said_at: float | None = None
+    reported: Times = field(default_factory=Times)
+    reported_at: float | None = None
     doing: Part = "joining"
     generation: int = 0  # generation of the worker's last world
     joined: int = 0  # generation of the first world in which the worker took part
@@ -91,7 +91,7 @@ class Spent:
         """
         if not seconds and not self.stalled:
             return
-        before, after = msgspec.structs.asdict(self.said), msgspec.structs.asdict(report)
+        before, after = msgspec.structs.asdict(self.reported), msgspec.structs.asdict(report)
         parts = {part: after[part] - before[part] for part in after}
         # A part decreases if the worker has returned to an earlier commit. Stalled time in that part then becomes lost
         # time.
@@ -115,10 +115,10 @@ class Spent:
 
         Returns None if the worker did not train during the whole interval, or if the interval is too short.
         """
-        if self.said_at is None or self.doing not in IN_STEPS or doing not in IN_STEPS:
+        if self.reported_at is None or self.doing not in IN_STEPS or doing not in IN_STEPS:
             return None
         parts: dict[str, float] = {
-            part: getattr(report, part) - getattr(self.said, part) for part in IN_STEPS
+            part: getattr(report, part) - getattr(self.reported, part) for part in IN_STEPS
         }
         return parts if min(parts.values()) >= 0 and sum(parts.values()) >= MEASURED_S else None
 
@@ -132,10 +132,10 @@ class Spent:
             stalled_s: stalled seconds since the worker's last report.
             steps: result of `measured` for another worker, used if this worker has no measurement.
         """
-        parts = msgspec.structs.asdict(self.said)
+        parts = msgspec.structs.asdict(self.reported)
         end = now if self.ended is None else self.ended
-        known_to = self.trains_since if self.said_at is None else self.said_at
-        doing: Part = "training" if self.said_at is None else self.doing
+        known_to = self.trains_since if self.reported_at is None else self.reported_at
+        doing: Part = "training" if self.reported_at is None else self.doing
         known_to = end if known_to is None else known_to
         parts["joining"] += max(0.0, known_to - self.began - sum(parts.values()))
         since = max(0.0, end - known_to)
@@ -294,12 +294,12 @@ class TimeSpent(ViewReader):
         self._count_stalls(spent, event.times, now)
         for dead in [*self._died]:
             if 0 < spent.joined <= dead.generation < event.generation:
-                dead.lost = max(0.0, event.times.lost - spent.said.lost)
+                dead.lost = max(0.0, event.times.lost - spent.reported.lost)
                 self._died.remove(dead)
         measured = spent.measured(event.times, event.doing)
         if measured is not None:
             spent.steps = self._steps = measured
-        spent.said, spent.said_at, spent.doing = event.times, now, event.doing
+        spent.reported, spent.reported_at, spent.doing = event.times, now, event.doing
         spent.stalled_last = 0.0
 
     def _count_stalls(self, spent: Spent, report: Times, now: float) -> None:
@@ -311,7 +311,7 @@ class TimeSpent(ViewReader):
     def _left(self, spent: Spent, now: float) -> None:
         if spent.stalled_to < now:
             stalled = self._stalled_s(spent.stalled_to, now)
-            part = "training" if spent.said_at is None else spent.doing
+            part = "training" if spent.reported_at is None else spent.doing
             spent.stalled[part] = spent.stalled.get(part, 0.0) + stalled
             spent.stalled_last = stalled
         spent.stalled_to = math.inf

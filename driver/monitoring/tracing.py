@@ -93,7 +93,7 @@ class Tracing(ViewReader):
 
     # ---- workers
 
-    def heard(self, worker: Worker, message: Any) -> bool:
+    def handle(self, worker: Worker, message: Any) -> bool:
         """Handle a message from a worker. Return True if only this class uses such messages."""
         match message:
             case messages.ClockAsked(asked_ns):

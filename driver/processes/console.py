@@ -40,7 +40,7 @@ class WriterThread:
         self._dropped = 0  # number of dropped bytes that were not reported yet
         self._writing = False
         self._closed = False
-        self._failure_told = False
+        self._failure_logged = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -101,8 +101,8 @@ class WriterThread:
             try:
                 write(data)
             except (OSError, ValueError) as error:
-                if not self._failure_told:
-                    self._failure_told = True
+                if not self._failure_logged:
+                    self._failure_logged = True
                     self._failed(f"cannot write to {self._name}: {error}; this output is lost")
 
     def _take(self) -> tuple[Write, bytes]:
@@ -207,7 +207,7 @@ def shown(text: str) -> str:
 class Console:
     """Writer of the driver's own log lines: ``elastic | 12:01:33 | text``.
 
-    Callable with a level and one or more lines of text. ``heard`` is called with every line that is shown.
+    Callable with a level and one or more lines of text. ``on_line`` is called with every line that is shown.
     """
 
     def __init__(
@@ -218,10 +218,10 @@ class Console:
         colour: bool = False,
         timestamps: bool = True,
         clock: Callable[[], str] = lambda: time.strftime("%H:%M:%S"),
-        heard: Callable[[str, str], None] = lambda level, text: None,
+        on_line: Callable[[str, str], None] = lambda level, text: None,
     ) -> None:
         self._put = put
-        self._on_line = heard
+        self._on_line = on_line
         self._timestamps = timestamps
         self._least = LEVELS[level]
         self._colour = colour

@@ -80,8 +80,8 @@ def heed(groups: set[int], text: bytes) -> bytes:
     return rest
 
 
-def read_to_end(driver: int, heard: Callable[[bytes], None]) -> None:
-    """Pass data from standard input to ``heard`` until the input is closed or the parent process ``driver`` exits."""
+def read_to_end(driver: int, receive: Callable[[bytes], None]) -> None:
+    """Pass data from standard input to ``receive`` until the input is closed or the parent process ``driver`` exits."""
     os.set_blocking(0, False)
     poll = select.poll()
     poll.register(0, select.POLLIN)
@@ -93,7 +93,7 @@ def read_to_end(driver: int, heard: Callable[[bytes], None]) -> None:
         gone = os.getppid() != driver or any(fd != 0 for fd, _ in poll.poll())
         try:
             while text := os.read(0, 65536):
-                heard(text)
+                receive(text)
             return
         except BlockingIOError:
             continue
@@ -104,11 +104,11 @@ def watch(driver: int) -> set[int]:
     groups: set[int] = set()
     rest = b""
 
-    def heard(text: bytes) -> None:
+    def receive(text: bytes) -> None:
         nonlocal rest
         rest = heed(groups, rest + text)
 
-    read_to_end(driver, heard)
+    read_to_end(driver, receive)
     return groups
 
 

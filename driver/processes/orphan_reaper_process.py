@@ -69,9 +69,9 @@ class OrphanReaper:
             self._pidfd = os.pidfd_open(self._popen.pid)
             self._loop.add_reader(self._pidfd, self._on_exit)
         if groups := self._groups():
-            self.tell("".join(f"+{group}\n" for group in groups))
+            self.send("".join(f"+{group}\n" for group in groups))
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """Send one or more lines to the reaper.
 
         If the reaper does not read them, it is replaced, and the new reaper receives all groups.

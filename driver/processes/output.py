@@ -23,7 +23,7 @@ from elastic.protocol.messages import Place, Worker
 from elastic.protocol.uncaught.sending import Uncaught
 
 # callback for lines; called with the worker, its name, the stream and the lines
-Heard = Callable[[Worker, str, Stream, Sequence[bytes]], None]
+LinesListener = Callable[[Worker, str, Stream, Sequence[bytes]], None]
 
 LINE_LIMIT = 64 * 1024  # maximum length of a line, in bytes; longer lines are split
 STACKS_S = 0.2  # seconds to wait for all lines of a worker's stack dump
@@ -43,12 +43,12 @@ class Output:
         stderr: function that writes to the driver's stderr.
         failed: called once when a stream cannot be written.
         verbose: whether to show all frames of exceptions.
-        unsaid: called when ``tracebacks.rest()`` would return new lines to log.
+        on_unlogged: called when ``tracebacks.rest()`` would return new lines to log.
         asked: function that returns whether an operator requested a worker's stacks.
         timestamps: whether to prefix lines with the time.
         folder: folder for output files. None means no files.
         clock: function that returns the current time as text.
-        heard: called with all lines, for other readers of the output.
+        on_lines: called with all lines, for other readers of the output.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class Output:
         stderr: Write,
         failed: Callable[[str], None] = lambda text: None,
         verbose: bool = False,
-        unsaid: Callable[[], None] = lambda: None,
+        on_unlogged: Callable[[], None] = lambda: None,
         asked: Callable[[Worker], bool] = lambda worker: False,
         timestamps: bool = False,
         folder: Path | None = None,
         clock: Callable[[], str] = lambda: time.strftime("%Y-%m-%d %H:%M:%S"),
-        heard: Heard = lambda worker, name, stream, lines: None,
+        on_lines: LinesListener = lambda worker, name, stream, lines: None,
     ) -> None:
         self._place_of = place_of
-        self._on_lines = heard
+        self._on_lines = on_lines
         self._write: dict[Stream, Write] = {"stdout": stdout, "stderr": stderr}
         out = WriterThread("stdout", failed)
         # If stdout and stderr have the same destination, they share a queue, so that the reason for an exit appears
@@ -81,7 +81,7 @@ class Output:
         self._partial: dict[tuple[Worker, Stream], bytearray] = {}
         self._tails = StderrTails()
         self._diagnostics = DiagnosticLines()
-        self._unsaid = unsaid
+        self._on_unlogged = on_unlogged
         self.tracebacks = TracebackLedger(verbose=verbose)
         self._verbose = verbose
         self._asked = asked
@@ -89,7 +89,7 @@ class Output:
         self.sent: set[Worker] = set()  # workers that have sent their uncaught exception
         self._appends: dict[Path, Write] = {}
 
-    def say(self, data: bytes) -> None:
+    def write_line(self, data: bytes) -> None:
         """Write a line of the driver to stderr, never in the middle of a worker's line."""
         self._writers["stderr"].put(self._write["stderr"], data)
 
@@ -161,7 +161,7 @@ class Output:
         err = self._writers["stderr"]
         for writer in dict.fromkeys((self._writers["stdout"], self._files, err)):
             if timeout_s is None and writer is not err and not writer.wait(REMIND_S):
-                self.say(writer.waits_for().encode())
+                self.write_line(writer.waits_for().encode())
             writer.close(timeout_s)
 
     def _pass_on(self, worker: Worker, stream: Stream, pieces: list[bytes]) -> None:
@@ -181,7 +181,7 @@ class Output:
         if text:
             self._show(worker, "stderr", _pieces(text))
         else:
-            self._unsaid()
+            self._on_unlogged()
         self._on_lines(worker, self._name(worker), "stderr", _pieces(uncaught.folded))
         self._keep(worker, "stderr", uncaught.whole.encode())
 

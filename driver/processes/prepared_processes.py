@@ -85,7 +85,7 @@ class _Kept:
     """Waiting preloaded process, with the command and environment for which it was started."""
 
     process: subprocess.Popen[bytes]
-    told: int  # the driver's end of the pipe to the process
+    pipe: int  # the driver's end of the pipe to the process
     what: int  # descriptor of an in-memory file for the worker's command
     plain: Plain
     environ: dict[str, str]
@@ -151,7 +151,7 @@ class PreparedProcesses:
         # killed processes that have not been reaped yet
         self._killed: list[subprocess.Popen[bytes]] = []
         self._next: asyncio.TimerHandle | None = None
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def take(
         self, command: Sequence[str], environ: Mapping[str, str], folder: str | None
@@ -169,8 +169,8 @@ class PreparedProcesses:
         kept = self._kept.pop(0)
         why = self._unfit(kept, wanted, environ)
         if why:
-            if why not in self._said:
-                self._said.add(why)
+            if why not in self._logged:
+                self._logged.add(why)
                 self._log("info", f"a worker did not use the preloaded process: {why}")
             self._end(kept)
             self._reap_later()
@@ -178,8 +178,8 @@ class PreparedProcesses:
         with open(kept.what, "wb") as file:
             assert wanted is not None
             file.write(json.dumps([[*command], wanted[2], dict(environ), folder]).encode())
-        os.write(kept.told, b"!")
-        os.close(kept.told)
+        os.write(kept.pipe, b"!")
+        os.close(kept.pipe)
         return kept.process
 
     def _unfit(self, kept: _Kept, wanted: Plain | None, environ: Mapping[str, str]) -> str:
@@ -236,7 +236,7 @@ class PreparedProcesses:
             os.close(reader)
 
     def _end(self, kept: _Kept) -> None:
-        os.close(kept.told)
+        os.close(kept.pipe)
         os.close(kept.what)
         for pipe in (kept.process.stdout, kept.process.stderr):
             if pipe is not None:

@@ -170,7 +170,7 @@ class ProcessSupervisor:
         given, env = env, health_check_run.without_check(env)
         lock = self._life_locks.new()
         if lock is not None:
-            env = {**env, LIFE_LOCK: lock.told}
+            env = {**env, LIFE_LOCK: lock.env_value}
         answered = stdin != subprocess.DEVNULL
         diagnostics, written = os.pipe2(os.O_CLOEXEC)
         env = {**env, **_reporting_to(written, env)}
@@ -188,7 +188,7 @@ class ProcessSupervisor:
             self._loop.call_soon(self._exited, WorkerExited(worker, code, reason))
             return
         # Register the process again, because the reaper may have been replaced since the fork.
-        self._reaper.tell(f"+{process.pid}\n")
+        self._reaper.send(f"+{process.pid}\n")
         self._processes[worker] = process
         self._check_health(worker, command, given, folder)
         assert popen.stdout is not None and popen.stderr is not None
@@ -238,7 +238,7 @@ class ProcessSupervisor:
         process = self._processes.get(worker)
         if process is not None:
             self._leases.drop(worker)
-            process.frozen_said_at = None
+            process.frozen_reported_at = None
             orphan_reaper.kill_group(process.pid)
             if process.overdue is None:
                 process.overdue = self._loop.call_later(DEATH_S, self._report_overdue, process)
@@ -363,7 +363,7 @@ class ProcessSupervisor:
 
     def _has_exited(self, pid: int) -> None:
         """Unregister an exited process from the orphan reaper, because its process ID may now be reused."""
-        self._reaper.tell(f"-{pid}\n")
+        self._reaper.send(f"-{pid}\n")
 
     def _announce(self, pid: int) -> None:
         """Register a child with the orphan reaper. Called in the child.
@@ -383,15 +383,15 @@ class ProcessSupervisor:
         for worker, process in self._processes.items():
             process.hindrance, process.stat = proc_stats.cannot_run(process.pid, process.stat)
             if not process.hindrance and self._leases.renew(worker, now):
-                process.frozen_said_at = None
+                process.frozen_reported_at = None
                 self._noticed(WorkerThawed(worker))
         expired = self._leases.expired(now)
         for worker, process in self._processes.items():
             # Repeat the report, because a delayed message may have made the frozen worker appear to run.
-            said_at = process.frozen_said_at
-            again = said_at is not None and now - said_at >= self._leases.lease_s
+            reported_at = process.frozen_reported_at
+            again = reported_at is not None and now - reported_at >= self._leases.lease_s
             if worker in expired or (again and process.hindrance):
-                process.frozen_said_at = now
+                process.frozen_reported_at = now
                 self._noticed(WorkerFrozen(worker, process.hindrance))
         if not self._measures and now - self._usage_at >= USAGE_S:
             self._usage_at, self._measures = now, True
@@ -552,7 +552,7 @@ class _Process:
         self.overdue: asyncio.TimerHandle | None = None
         self.stat: proc_stats.Stat | None = None  # state of the process at the last check
         self.hindrance = ""  # reason why the process could not run at the last check
-        self.frozen_said_at: float | None = None
+        self.frozen_reported_at: float | None = None
         # Held while stacks are printed: stacks in one pipe must not be interleaved.
         self.stacks = asyncio.Lock()
 

@@ -53,7 +53,7 @@ class SparkTasks:
         self._closing = threading.Event()
         self._running: list[threading.Thread] = []
         self._call: Any = None
-        self._said = ""
+        self._logged = ""
         self.held = False  # whether any agent has connected
 
     def begin(self, bootstrap: bytes, call: bytes, *, threads: bool) -> None:
@@ -119,8 +119,8 @@ class SparkTasks:
                     self._failed(f"the barrier stage of Spark failed: {why}")
                 return
             if why:
-                if why != self._said:
-                    self._said = why
+                if why != self._logged:
+                    self._logged = why
                     self._log("warning", f"a Spark task ended and is restarted: {why}")
                 if tries >= TRIES and not self.held:
                     self._failed(f"a Spark task failed {tries} times: {why}")

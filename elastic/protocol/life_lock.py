@@ -121,10 +121,10 @@ class LifeLocks:
 
 
 class LifeLock:
-    """Lock of one worker. ``told`` is the value for the worker's variable ELASTIC_LIFE_LOCK."""
+    """Lock of one worker. ``env_value`` is the value for the worker's variable ELASTIC_LIFE_LOCK."""
 
-    def __init__(self, told: str, address: int, free: Callable[[], None]) -> None:
-        self.told = told
+    def __init__(self, env_value: str, address: int, free: Callable[[], None]) -> None:
+        self.env_value = env_value
         self._address = address
         self._free = free
         self._left = itertools.count(1)

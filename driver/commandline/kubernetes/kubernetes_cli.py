@@ -129,10 +129,10 @@ def main(arguments: Sequence[str]) -> int:
         if verb == "status":
             print("\n".join(release.lines()), flush=True)
         elif verb == "logs":
-            return release.follow(_write, _say)
+            return release.follow(_write, _print)
         elif verb == "stop":
             release.stop()
-            _say(f"removed job {release.name}")
+            _print(f"removed job {release.name}")
         else:
             pods = int(words[1]) if words[1].isdecimal() else -1
             if not 0 <= pods <= MOST_PODS:
@@ -207,12 +207,12 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
     if options.queue is not None:
         inactive = release.check_queue(options.queue, pods=not options.jobset)
         if inactive:
-            _say(f"LocalQueue {options.queue} is not active, so the job waits: {inactive}")
+            _print(f"LocalQueue {options.queue} is not active, so the job waits: {inactive}")
     try:
         release.install(options.values or [], values, options.settings or [])
     except KeyboardInterrupt:
         _uninstall(release, if_there=True)
-        _say(f"interrupted: job {release.name} was removed")
+        _print(f"interrupted: job {release.name} was removed")
         return 130
     except NameTaken:
         # Do not uninstall: the release belongs to a job that was started concurrently.
@@ -221,22 +221,22 @@ def _run(options: KubernetesOptions, command: Sequence[str]) -> int:
         # After an error, helm does not remove the objects that it has created.
         _uninstall(release, if_there=True)
         raise
-    _say(f"installed job {release.name} in namespace {release.namespace}")
+    _print(f"installed job {release.name} in namespace {release.namespace}")
     if options.detach:
-        _say(
+        _print(
             f"show it with `elasticrun k8s status {where}`, stop it with `elasticrun k8s"
             f" stop {where}`"
         )
         return 0
     try:
-        code = release.follow(_write, _say)
+        code = release.follow(_write, _print)
     except KeyboardInterrupt:
         code = 130
     except (Invalid, BrokenPipeError):  # BrokenPipeError: the reader of the output has exited
-        _say(f"the release still exists; remove it with `elasticrun k8s stop {where}`")
+        _print(f"the release still exists; remove it with `elasticrun k8s stop {where}`")
         raise
     _uninstall(release)
-    _say(f"removed job {release.name}; exit code {code}")
+    _print(f"removed job {release.name}; exit code {code}")
     return code
 
 
@@ -248,7 +248,7 @@ def _uninstall(release: ChartRelease, *, if_there: bool = False) -> None:
         release.uninstall(if_there=if_there)
     except Invalid as error:
         again = f"elasticrun k8s stop -n {release.namespace} {release.name}"
-        _say(f"job {release.name} may still exist; remove it with `{again}`: {error}")
+        _print(f"job {release.name} may still exist; remove it with `{again}`: {error}")
         if not if_there:
             raise
 
@@ -262,5 +262,5 @@ def _write(data: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"elasticrun: {text}", file=sys.stderr, flush=True)

@@ -212,13 +212,13 @@ class ChartRelease:
             return [f"warnings of Kubernetes are not available: {error}"]
         return warnings(found.get("items") or (), self.name, datetime.now(timezone.utc))
 
-    def follow(self, write: Callable[[bytes], object], say: Callable[[str], object]) -> int:
+    def follow(self, write: Callable[[bytes], object], report: Callable[[str], object]) -> int:
         """Copy the logs of the job's drivers until the job has ended. Return its exit code.
 
         Raises Invalid if the release is removed before the job has ended.
         """
         followed: set[str] = set()
-        last_text, silence = "", ApiSilence(say)
+        last_text, silence = "", ApiSilence(report)
         while True:
             try:
                 step = next_step(self._job(), self._pods(), followed)
@@ -236,7 +236,7 @@ class ChartRelease:
                 continue
             if step.why != last_text:
                 last_text = step.why
-                say(last_text)
+                report(last_text)
             time.sleep(LOOK_S)
 
     # ---- one call --------------------------------------------------------------------------------------------------
@@ -423,15 +423,15 @@ class ApiSilence:
         Invalid: the API server does not respond for longer than AWAY_S seconds.
     """
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self._say = say
+    def __init__(self, report: Callable[[str], object]) -> None:
+        self._report = report
         self._since: float | None = None
 
     def goes_on(self, why: ApiSilent) -> None:
         now = time.monotonic()
         if self._since is None:
             self._since = now
-            self._say(f"{why}; the job keeps running; retrying for {AWAY_S:g} s")
+            self._report(f"{why}; the job keeps running; retrying for {AWAY_S:g} s")
         elif now - self._since > AWAY_S:
             raise Invalid(
                 f"{why}, for {AWAY_S:g} s. The job may still run: see `elasticrun k8s status` when the API server"
@@ -441,4 +441,4 @@ class ApiSilence:
     def over(self) -> None:
         if self._since is not None:
             self._since = None
-            self._say("the API server answers again")
+            self._report("the API server answers again")

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from elastic.checkpoints import catalog
-from elastic.checkpoints import options as told
+from elastic.checkpoints import options as checkpoint_env
 from elastic.checkpoints.files.manifest import Manifest, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
 from elastic.driver.commandline.options.finished_job import RerunReason, SameCommand, same_command
@@ -70,8 +70,8 @@ def checkpoint_plan(
             f"--fresh and --from {options.begin_from} can't be combined, because --fresh starts a new job, and"
             " --from starts from a commit: pass only one of them"
         )
-    every = options.checkpoint_every or told.DEFAULT_EVERY
-    told.parse_every(every)
+    every = options.checkpoint_every or checkpoint_env.DEFAULT_EVERY
+    checkpoint_env.parse_every(every)
     storage = Storage(options.checkpoint_dir)
     if not storage.outlives_us:
         raise Invalid(
@@ -84,13 +84,15 @@ def checkpoint_plan(
     traces.run(storage, run)
     new_job = options.fresh or options.begin_from is not None
     env = {
-        told.DIR: storage.absolute,
-        told.EVERY: every,
-        told.KEEP: str(
-            told.DEFAULT_KEEP if options.checkpoint_keep is None else options.checkpoint_keep
+        checkpoint_env.DIR: storage.absolute,
+        checkpoint_env.EVERY: every,
+        checkpoint_env.KEEP: str(
+            checkpoint_env.DEFAULT_KEEP
+            if options.checkpoint_keep is None
+            else options.checkpoint_keep
         ),
-        told.RUN: str(run),
-        told.FLOOR: str(run if new_job else 0),
+        checkpoint_env.RUN: str(run),
+        checkpoint_env.FLOOR: str(run if new_job else 0),
     }
     begins = None
     if begin is not None:
@@ -99,8 +101,8 @@ def checkpoint_plan(
         unless = ", unless its workers still train" if options.resume or options.standby else ""
         notes.append(("info", f"training resumes from {found}{unless}: {url}/{found.name}"))
         if options.begin_from is not None:
-            env[told.FROM] = f"{url}@{found.name}"
-    restarts = told.DEFAULT_RESTARTS if options.restarts is None else options.restarts
+            env[checkpoint_env.FROM] = f"{url}@{found.name}"
+    restarts = checkpoint_env.DEFAULT_RESTARTS if options.restarts is None else options.restarts
     return CheckpointPlan(env, restarts if elastic else None, notes, begins)
 
 
@@ -194,7 +196,7 @@ def _refuse_other(storage: Storage, other: catalog.RunOwner | None) -> None:
 
 def _begin(options: Options, storage: Storage, notes: Notes) -> Begin:
     if options.begin_from is not None:
-        url, which = told.parse_from(options.begin_from)
+        url, which = checkpoint_env.parse_from(options.begin_from)
         other = Storage(url)
         return other.absolute, catalog.chosen(other, which)
     if options.fresh:

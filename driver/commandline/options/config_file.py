@@ -70,11 +70,11 @@ def read_config(path: str, flags: Mapping[str, Mapping[str, str]]) -> list[tuple
             if key not in known[name]:
                 raise Invalid(f"{where}.{key} is an unknown key{_near(key, list(known[name]))}")
             if value is not None:
-                words.append((_word(known[name][key], value, f"{where}.{key}"), f"{where}.{key}"))
+                words.append((_flag(known[name][key], value, f"{where}.{key}"), f"{where}.{key}"))
     return words
 
 
-def _word(meant: Mapping[str, str], value: object, where: str) -> str:
+def _flag(meant: Mapping[str, str], value: object, where: str) -> str:
     if "" not in meant:
         if not isinstance(value, bool):
             raise Invalid(f"{where} is {value!r}: write true or false")

@@ -57,24 +57,24 @@ class WatchFailed:
     error: ApiError | None
 
 
-Told = Listed | Changed | WatchFailed
+Update = Listed | Changed | WatchFailed
 
 
 class ListWatch:
-    """Thread that lists and watches the objects of one kind, and calls ``tell`` with each update."""
+    """Thread that lists and watches the objects of one kind, and calls ``report`` with each update."""
 
     def __init__(
         self,
         cluster: KubernetesApi,
         kind: Resource,
-        tell: Callable[[Told], None],
+        report: Callable[[Update], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], object] | None = None,
     ) -> None:
         self._cluster = cluster
         self._kind = kind
-        self._tell = tell
+        self._on_update = report
         self._clock = clock
         self._over = threading.Event()
         self._pause = pause or self._over.wait
@@ -88,7 +88,7 @@ class ListWatch:
         ).start()
 
     def close(self) -> None:
-        """Stop the thread after its pending request. ``tell`` is not called afterwards."""
+        """Stop the thread after its pending request. ``report`` is not called afterwards."""
         self._over.set()
 
     def run(self) -> None:
@@ -156,6 +156,6 @@ class ListWatch:
         self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
         return pause_s * random.uniform(0.5, 1.0)
 
-    def _report(self, update: Told) -> None:
+    def _report(self, update: Update) -> None:
         if not self._over.is_set():
-            self._tell(update)
+            self._on_update(update)

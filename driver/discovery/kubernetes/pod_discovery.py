@@ -24,7 +24,7 @@ from elastic.driver.discovery.kubernetes.list_watch import (
     Changed,
     Listed,
     ListWatch,
-    Told,
+    Update,
     WatchFailed,
 )
 from elastic.driver.discovery.kubernetes.objects import Pod
@@ -39,7 +39,7 @@ NEEDED = {
     ApiErrorKind.FORBIDDEN: f"; grant {ROLE}",
     ApiErrorKind.UNAUTHORIZED: "; the token is read again at each attempt: does its service account still exist?",
 }
-SAID = 8  # maximum number of hosts per log line
+MAX_LOGGED_HOSTS = 8  # maximum number of hosts per log line
 DELETE_AGAIN_S = 30.0  # seconds between attempts to force the deletion of a pod
 
 
@@ -68,7 +68,7 @@ class PodDiscovery:
         self._pods = Pods(slots, notices)
         self._fallback = fallback
         self._now = now
-        self._updates: asyncio.Queue[Told] = asyncio.Queue()
+        self._updates: asyncio.Queue[Update] = asyncio.Queue()
         self._hosts: dict[str, int] | None = None
         self._endings: dict[str, PodEnding] = {}
         self._queued = 0
@@ -83,7 +83,7 @@ class PodDiscovery:
     async def watch(self) -> AsyncIterator[dict[str, int]]:
         loop = asyncio.get_running_loop()
 
-        def enqueue(update: Told) -> None:
+        def enqueue(update: Update) -> None:
             loop.call_soon_threadsafe(self._updates.put_nowait, update)
 
         watches = [ListWatch(self._cluster, kind, enqueue) for kind in Resource]
@@ -119,7 +119,7 @@ class PodDiscovery:
         while not self._updates.empty():  # combine simultaneous changes into one list
             self._take(self._updates.get_nowait())
 
-    def _take(self, update: Told) -> None:
+    def _take(self, update: Update) -> None:
         now = self._now()
         match update:
             case Listed(Resource.PODS, objects):
@@ -159,8 +159,10 @@ class PodDiscovery:
         """Log the pod names of new hosts, because other log lines contain only addresses."""
         new = [host for host in hosts if host not in (self._hosts or {})]
         if new:
-            places = ", ".join(f"{host} is {self._pods.place_of(host)}" for host in new[:SAID])
-            more = f" and {len(new) - SAID} more" if len(new) > SAID else ""
+            places = ", ".join(
+                f"{host} is {self._pods.place_of(host)}" for host in new[:MAX_LOGGED_HOSTS]
+            )
+            more = f" and {len(new) - MAX_LOGGED_HOSTS} more" if len(new) > MAX_LOGGED_HOSTS else ""
             self._log("info", f"{places}{more}")
 
     def _count_queued(self) -> None:

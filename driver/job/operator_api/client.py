@@ -66,24 +66,24 @@ def find_job(wanted: str, environ: Mapping[str, str], *, journal: str | None = N
         Invalid: no job or several jobs match. The message lists the running jobs.
     """
     jobs = found = records(environ)
-    which, whose, path, hint = "job of this user", "", "", ""
+    which, owner, path, hint = "job of this user", "", "", ""
     called = [] if journal is not None else [each for each in jobs if each.name == wanted]
     if called:
         found = called
     elif journal is not None or (wanted and os.path.isfile(wanted)):
         path = os.path.abspath(journal or wanted)
         found = [record for record in jobs if record.journal == path]
-        which, whose = f"job of this user whose journal is {path}", path
+        which, owner = f"job of this user whose journal is {path}", path
         hint = f" (if it has ended: elasticrun explain {path})"
     elif wanted:
         found = [each for each in jobs if wanted == str(each.pid)]
         which = f"job {wanted!r} of this user"
         if wanted.isdecimal():
-            whose, path = f"process {wanted}", f"/proc/{wanted}"
+            owner, path = f"process {wanted}", f"/proc/{wanted}"
     if not found:
         if other := _other_owner(path):
             raise Invalid(
-                f"{whose} belongs to user {other}, and accepts commands only from this user: run the command as"
+                f"{owner} belongs to user {other}, and accepts commands only from this user: run the command as"
                 f" {other}"
             )
         raise Invalid(f"no {which} runs on this machine{hint}; {_others(jobs)}")

@@ -71,7 +71,7 @@ async def _no_room(workers: int) -> str:
 class SteerableDriver(Protocol):
     """Interface of a driver that handles operators' requests."""
 
-    def tell(self, event: Event) -> None: ...
+    def handle_request(self, event: Event) -> None: ...
     def dump(self, worker: Worker, *, all_threads: bool) -> None: ...
     def stop(self, reason: str, code: int = 1) -> None: ...
 
@@ -231,7 +231,7 @@ class OperatorService:
         try:
             request = event(number)
             self._log("info", f"{shown(requester)} requested: {request_text(request)}")
-            self._driver.tell(request)
+            self._driver.handle_request(request)
             answer: AnswerRequest | None = None
             with contextlib.suppress(asyncio.TimeoutError):
                 answer = await within(future, ANSWER_S)

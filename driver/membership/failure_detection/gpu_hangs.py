@@ -41,13 +41,13 @@ class Hang(enum.Enum):
 class RankReport:
     """GPU progress of one rank in a process group, as last reported.
 
-    The progress did not change between ``since`` and ``said_at``, which are times in seconds on the driver's clock.
+    The progress did not change between ``since`` and ``reported_at``, which are times in seconds on the driver's clock.
     """
 
     worker: Worker
     launches: Launches
     since: float
-    said_at: float
+    reported_at: float
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def judge(witnesses: Sequence[RankReport], settings: Settings, before: int) -> H
         patience_s = DOUBT * settings.gpu_hang_s * 2**before
     # The hang began after the latest progress of any rank.
     since = max(witness.since for witness in witnesses)
-    for_s = min(witness.said_at for witness in blamed or witnesses) - since
+    for_s = min(witness.reported_at for witness in blamed or witnesses) - since
     if for_s < min(patience_s, settings.gpu_limit_s):
         return None
     workers = tuple(witness.worker for witness in blamed)

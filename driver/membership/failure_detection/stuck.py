@@ -111,7 +111,7 @@ class Stuck(Part):
             self._record_progress(record)
 
     def located(self, event: events.WorkerLocated) -> None:
-        self.worlds.signs.heard(event.worker)
+        self.worlds.signs.answered(event.worker)
         record = self.roster.get(event.worker)
         if record is None or event.generation != self.worlds.generation:
             return

@@ -149,8 +149,8 @@ class Deadlines(Part):
             within_s=change.by - now,
         )
         # A member that has reached a commit waits for the others. `Stuck` logs such waits.
-        none_there = all(s.stage is not WorkerStage.READY for s in self.worlds.live())
-        if none_there and (about.facts["joining"] or about.facts["leaving"]):
+        none_ready = all(s.stage is not WorkerStage.READY for s in self.worlds.live())
+        if none_ready and (about.facts["joining"] or about.facts["leaving"]):
             self.actions.log("warning", str(about), about)
 
     def _gathering_late(self) -> None:

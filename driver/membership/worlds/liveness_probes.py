@@ -33,7 +33,7 @@ class LivenessProbes:
         """Reset the deadline for answers, because another worker is no longer ready."""
         self.by = None
 
-    def heard(self, worker: Worker) -> None:
+    def answered(self, worker: Worker) -> None:
         """Record that a standby has answered, possibly late, or that its process has exited."""
         self.asked.discard(worker)
         self.silent.discard(worker)

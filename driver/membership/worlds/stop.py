@@ -37,7 +37,7 @@ class Stop(Part):
         self._least: Commit | None = None
         self._newest: Commit | None = None  # newest commit with a durable checkpoint
 
-    def heard(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         """Record the facts in an event that matter for a stop. Another part handles the event."""
         match event:
             case WorkerPaced(worker, commit=commit) if commit is not None:

@@ -102,7 +102,7 @@ class LivePage:
         self.model.report(report.rank, report.metrics, time.time())
         self.changed()
 
-    def said(self, level: str, text: str) -> None:
+    def add_log_line(self, level: str, text: str) -> None:
         """Add a line of the driver's log to the page."""
         self._in_loop(level, "", text.splitlines() or [""])
 

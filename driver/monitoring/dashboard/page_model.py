@@ -116,7 +116,7 @@ class PageModel(ViewReader):
         self._commit: Commit | None = None  # newest commit that the page currently shows
         self._shards = ShardStatus()
         self._change_waits = ChangeWaits(self.view)
-        self._stalls_told = 0
+        self._stalls_drawn = 0
         self._expects_stack: dict[Worker, float] = {}
         self._asked: set[Worker] = set()  # workers whose stacks an operator requested
         # Current second, the number of log lines in it, and the number of lines omitted since the limit was reached.
@@ -428,7 +428,7 @@ class PageModel(ViewReader):
         """
         self.now = now
         soon = now - self._looked_at < SLOW_S + SLOW_EACH_S * len(self._grid)
-        if soon and self.spent.stalls.count == self._stalls_told and not self.spent.over:
+        if soon and self.spent.stalls.count == self._stalls_drawn and not self.spent.over:
             return
         self._looked_at = now
         values = self.state.values
@@ -460,7 +460,7 @@ class PageModel(ViewReader):
         if current_stall != values["stall"]:
             self.state.set("stall", current_stall)
         self._grid.stalled(stall)
-        new, self._stalls_told = stalls.count - self._stalls_told, stalls.count
+        new, self._stalls_drawn = stalls.count - self._stalls_drawn, stalls.count
         for each in [*stalls.past][-new:] if new else ():
             self.state.add("stalls", each.facts())
         self._show_steps(now)

@@ -326,7 +326,7 @@ def _clock(seconds: float) -> str:
 
 # ---- captions and the curve -----------------------------------------------------------------------------------------
 
-_TOLD = {
+_CAPTIONS = {
     Cause.SIGNAL: "was killed",
     Cause.OUT_OF_MEMORY: "ran out of memory",
     Cause.EXCEPTION: "raised an exception",
@@ -352,7 +352,7 @@ def _caption(incident: Incident) -> str:
     assert first is not None
     count = len([each for each in incident.deaths if each.cause is not Cause.LOST_PEER])
     name = f"rank {first.rank}" if first.rank is not None else str(first.worker)
-    what = f"{name} {_TOLD.get(first.cause, first.cause.value)}"
+    what = f"{name} {_CAPTIONS.get(first.cause, first.cause.value)}"
     if count > 1:
         what += f", and {count - 1} more"
     if incident.recovered_ms is None or not incident.size_after:

@@ -317,7 +317,7 @@ def _since_the_store(story: JobHistory, at: float) -> dict[str, float]:
 
 
 _WITHOUT_INIT = (ReasonKind.ALL_EXITED, ReasonKind.NO_TRAINING)
-_SAID_BY_THE_CAUSE = {
+_GIVEN_BY_CAUSE = {
     *(ReasonKind.ENDED, ReasonKind.SCRIPT_RAISED, ReasonKind.TENSORS_DIFFER),
     *(ReasonKind.ALL_RETURNED, ReasonKind.ALL_EXITED),
 }
@@ -337,7 +337,7 @@ _BRIEFLY = {
 
 
 def _then(reason: Reason, cause: Death | None) -> Iterator[JobFinding]:
-    if cause is None or reason.kind in _SAID_BY_THE_CAUSE:
+    if cause is None or reason.kind in _GIVEN_BY_CAUSE:
         return
     names = _BRIEFLY.get(reason.kind)
     if names is None:

@@ -26,7 +26,7 @@ import msgspec
 from elastic import version
 from elastic.driver.launch.agent_folder import make_folder, own_path, private, programs, sweep
 from elastic.driver.launch.agent_modules import BOOT, agents_path, users_modules
-from elastic.driver.launch.child_processes import SAID_LINES, ChildProcess, as_logged
+from elastic.driver.launch.child_processes import MAX_LOGGED_LINES, ChildProcess, as_logged
 from elastic.driver.launch.ssh_failures import why_ended, why_no_agent
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.network.blocking_calls import within
@@ -127,7 +127,7 @@ class AgentActor:
         self._host = ""
         self._lines: deque[Line] = deque(maxlen=LINES_KEPT)
         self._number = 0  # number of lines stored so far, including dropped ones
-        self._left = SAID_LINES
+        self._left = MAX_LOGGED_LINES
         self._ended: Line | None = None  # reason for the exit of the agent, or None while it runs
         self._fetched = False  # whether the starter has fetched that reason
         # event that is set when the next line arrives, then replaced
@@ -256,7 +256,7 @@ class AgentActor:
             msgspec.json.encode(config) + b"\n",
             outlives=False,
         )
-        process.heard = self._on_output_line
+        process.on_line = self._on_output_line
         try:
             release = await within(process.ready, ready_s)
         except asyncio.TimeoutError:
@@ -265,7 +265,7 @@ class AgentActor:
             return why_no_agent(
                 config.host,
                 process.code,
-                process.said(),
+                process.last_output(),
                 ours=__version__,
                 release=release,
                 limit_s=ready_s,
@@ -316,7 +316,7 @@ class AgentActor:
         await process.ended.wait()
         if self._dying is not None:
             return
-        why = why_ended(self._host, process.code, process.said(), by_ssh=False)
+        why = why_ended(self._host, process.code, process.last_output(), by_ssh=False)
         await self._clear()
         await self._report_last("warning" if process.code else "debug", why)
         await asyncio.sleep(SENT_S)

@@ -597,7 +597,7 @@ async def test_reaper_drops_a_program_that_could_not_be_started(host):
     host.start(A, ["no-such-program"])
     told: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host.launcher.agent._reaper, "tell", told.append)
+        patch.setattr(host.launcher.agent._reaper, "send", told.append)
         host.start(B, ["no-such-program"])
     assert len(told) == 1 and told[0].startswith("-")
     assert [(await host.exit()).code, (await host.exit()).code] == [127, 127]

@@ -287,13 +287,13 @@ def test_one_of_several_lost_workers_uses_the_prepared_process_and_all_are_repla
 async def test_the_requested_number_is_kept_and_unneeded_processes_are_released(host):
     told: list[str] = []
     reaper = host.launcher.agent._reaper
-    tell = reaper.tell
+    tell = reaper.send
 
     def heard(line: str) -> None:
         told.append(line)
         tell(line)
 
-    reaper.tell = heard
+    reaper.send = heard
     script = await has_run_an_empty_script(host, "auto,2")
     first, second = await all_wait(host, 2)
     host.start(B, [sys.executable, str(script)])

@@ -107,7 +107,7 @@ async def test_subscriber_is_notified_of_an_outage():
     lines: list[tuple[str, str]] = []
     reasons: list[Reason] = []
     etcd = EtcdClient(EtcdAccess(["127.0.0.1:9"]), lambda *line: lines.append(line), grace_s=0.0)
-    etcd.tell(reasons.append)
+    etcd.set_listener(reasons.append)
     with pytest.raises(Unavailable):
         await etcd.get("/hvd-elastic/x", within_s=0.2)
     await etcd.close()

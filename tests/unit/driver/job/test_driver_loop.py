@@ -273,7 +273,7 @@ async def test_scale_when_accepted_then_is_done_once_the_new_world_trains(s):
     await s.train(A, B)
     for worker in (A, B):
         await s.say(worker, protocol.Resumed(1, {}))
-    s.driver.tell(events.ScaleRequested(1, 1))
+    s.driver.handle_request(events.ScaleRequested(1, 1))
     await s.settle()
     for worker in (A, B):
         await s.say(worker, protocol.Checked(1, 1, 5))
@@ -461,7 +461,7 @@ async def test_exit_code_after_success_is_kept(s):
 
 async def is_stopped(s) -> None:
     await s.train(A, B)
-    s.driver.tell(events.StopRequested("rank 0 ended"))
+    s.driver.handle_request(events.StopRequested("rank 0 ended"))
     await s.settle()
     for worker in (A, B):
         await s.exit(worker, 1)
@@ -503,7 +503,7 @@ async def test_output_of_a_worker_is_not_the_last_line(s):
     assert s.driver._end(events.EndJob(1, ended)) is None, "it is said when no worker is left"
     _, last = s.driver._last_line
     recorded("log", last)
-    s.driver.tell(events.StopRequested("rank 0 ended"))
+    s.driver.handle_request(events.StopRequested("rank 0 ended"))
     for worker in (A, B):
         await s.exit(worker, 1)
     assert await s.code() == 1

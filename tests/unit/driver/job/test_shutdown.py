@@ -49,22 +49,22 @@ def test_members_have_time_after_success_and_other_workers_do_not():
     e = ending()
     assert e.next_deadline() == 110.0
     assert killed(e.overdue(110.0)) == [SPARE]
-    assert e.heard(WorkerExited(SPARE, -9), 100.0) == []
+    assert e.handle(WorkerExited(SPARE, -9), 100.0) == []
     reminder = report(e.overdue(100.0 + REMIND_S)).text
     recorded("messages", reminder)
     assert killed(e.overdue(100_000.0)) == []
-    e.heard(WorkerExited(A, 0), 100.0)
+    e.handle(WorkerExited(A, 0), 100.0)
     assert killed(e.overdue(100_001.0)) == []
-    e.heard(WorkerExited(B, 0), 100.0)
+    e.handle(WorkerExited(B, 0), 100.0)
     assert (e.over, e.code) == (True, 0)
 
 
 def test_member_that_fails_after_success_fails_the_job():
     e = ending(alive=(A, B))
-    line = report(e.heard(WorkerExited(B, 3), 100.0))
+    line = report(e.handle(WorkerExited(B, 3), 100.0))
     assert line.level == "error"
     recorded("log", line.text)
-    e.heard(WorkerExited(A, 0), 100.0)
+    e.handle(WorkerExited(A, 0), 100.0)
     assert e.over and e.code == 1
 
 
@@ -73,7 +73,7 @@ def test_worker_lost_with_its_host_is_not_awaited():
     assert e.lost([SPARE], 100.0) == []
     line = report(e.lost([B], 100.0))
     recorded("log", line.text)
-    e.heard(WorkerExited(A, 0), 100.0)
+    e.handle(WorkerExited(A, 0), 100.0)
     assert e.over and e.code == 1
     failed = ending(7)
     assert failed.lost([A, B, SPARE], 100.0) == []
@@ -90,7 +90,7 @@ def test_failure_grants_a_moment_and_then_kills():
     assert e.overdue(100.5) == []
     assert killed(e.overdue(100.0 + GRACE_S)) == [A, B, SPARE]
     for worker in (A, B, SPARE):
-        assert e.heard(WorkerExited(worker, -9), 100.0) == []
+        assert e.handle(WorkerExited(worker, -9), 100.0) == []
     assert e.over and e.code == 7
 
 
@@ -131,14 +131,14 @@ def test_layouts_are_compared_by_name():
 
 
 def trains(e: Shutdown, worker: Worker = A) -> Shutdown:
-    assert e.heard(WorkerSpent(worker, 1, Times(), "training"), 100.0) == []
+    assert e.handle(WorkerSpent(worker, 1, Times(), "training"), 100.0) == []
     return e
 
 
 def test_wait_for_a_failed_worker_in_a_second_training_has_a_limit():
     e = trains(ending(alive=(A, B)))
     assert killed(e.overdue(100_000.0)) == []
-    assert "rank 1" in report(e.heard(WorkerExited(B, 1), 100_000.0)).text
+    assert "rank 1" in report(e.handle(WorkerExited(B, 1), 100_000.0)).text
     assert e.next_deadline() == 100_010.0
     assert killed(e.overdue(100_010.0)) == [A]
 
@@ -149,9 +149,9 @@ def test_second_training_may_be_reported_after_a_failure(fails_at):
     e = ending(alive=(A, B))
     if fails_at > 110.0:
         e.overdue(110.0)
-    e.heard(WorkerExited(B, 1), fails_at)
-    e.heard(WorkerSpent(A, 1, Times(), "training"), fails_at + 1.0)
-    e.heard(WorkerSpent(A, 1, Times(), "training"), fails_at + 5.0)  # postpones nothing
+    e.handle(WorkerExited(B, 1), fails_at)
+    e.handle(WorkerSpent(A, 1, Times(), "training"), fails_at + 1.0)
+    e.handle(WorkerSpent(A, 1, Times(), "training"), fails_at + 5.0)  # postpones nothing
     assert e.next_deadline() == fails_at + 11.0
     assert killed(e.overdue(fails_at + 11.0)) == [A]
 
@@ -159,7 +159,7 @@ def test_second_training_may_be_reported_after_a_failure(fails_at):
 def test_report_of_a_second_training_postpones_no_end():
     e = ending()
     e.stopped(130, now=105.0)
-    e.heard(WorkerSpent(A, 1, Times(), "training"), 105.5)
+    e.handle(WorkerSpent(A, 1, Times(), "training"), 105.5)
     assert e.code == 130 and e.next_deadline() == 105.0 + GRACE_S
 
 
@@ -171,13 +171,13 @@ def test_host_lost_during_a_second_training_is_not_awaited():
 
 def test_worker_frozen_during_a_second_training_is_killed_after_the_idle_timeout():
     e = trains(ending(alive=(A, B), idle_s=30.0))
-    assert e.heard(WorkerFrozen(B, "stopped by a signal"), 200.0) == []
-    e.heard(WorkerFrozen(B, "stopped by a signal"), 202.0)  # repeated by its agent
+    assert e.handle(WorkerFrozen(B, "stopped by a signal"), 200.0) == []
+    e.handle(WorkerFrozen(B, "stopped by a signal"), 202.0)  # repeated by its agent
     assert killed(e.overdue(229.9)) == []
     assert e.overdue(230.0) == [
         KillWorker(B, because(ReasonKind.FROZEN, how="stopped by a signal"))
     ]
-    e.heard(WorkerExited(B, -9), 230.1)
+    e.handle(WorkerExited(B, -9), 230.1)
     assert killed(e.overdue(240.1)) == [A]
 
 
@@ -186,7 +186,7 @@ def test_frozen_worker_is_not_killed_when_unawaited_thawed_or_the_limit_is_0(idl
     e = ending(alive=(A, B), idle_s=idle_s)
     if again:
         trains(e)
-    e.heard(WorkerFrozen(B, "stopped by a signal"), 200.0)
+    e.handle(WorkerFrozen(B, "stopped by a signal"), 200.0)
     if thaws:
-        e.heard(WorkerThawed(B), 210.0)
+        e.handle(WorkerThawed(B), 210.0)
     assert killed(e.overdue(100_000.0)) == []

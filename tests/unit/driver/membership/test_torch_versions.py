@@ -6,16 +6,16 @@ from harness.golden import recorded
 
 def test_single_version_is_not_logged():
     versions = Versions()
-    assert versions.heard("a", "2.13.0+cpu") == versions.heard("b", "2.13.0+cpu") == ""
+    assert versions.record("a", "2.13.0+cpu") == versions.record("b", "2.13.0+cpu") == ""
 
 
 def test_second_version_is_logged_once_with_the_hosts_of_each():
     versions = Versions()
-    versions.heard("a", "2.13.0")
-    line = versions.heard("b", "2.15.0")
+    versions.record("a", "2.13.0")
+    line = versions.record("b", "2.15.0")
     recorded("messages", line)
-    assert versions.heard("c", "2.15.0") == versions.heard("a", "2.13.0") == ""
+    assert versions.record("c", "2.15.0") == versions.record("a", "2.13.0") == ""
 
 
 def test_worker_without_a_version_is_ignored():
-    assert Versions().heard("a", "") == ""
+    assert Versions().record("a", "") == ""

@@ -21,7 +21,7 @@ async def test_first_exit_is_logged_at_once_and_later_ones_together():
     assert [level for level, _ in logged] == ["warning"] * 2
     assert "15 " in logged[0][1]
     recorded("log", logged[1][1])
-    lines.say()
+    lines.flush()
     assert len(logged) == 2 and not lines.shares("warning", cools(1)), "from here on anew"
 
 
@@ -34,7 +34,7 @@ async def test_exits_at_startup_when_the_job_fails_then_no_cooldown_is_logged():
     assert not levels
     lines.job_failed()
     assert levels == ["debug"] * 2
-    lines.say()
+    lines.flush()
     assert levels == ["debug"] * 2
 
 
@@ -44,7 +44,7 @@ async def test_exits_at_startup_when_the_job_continues_then_each_is_logged_once(
     assert lines.shares("warning", cools(0), starting=True) and lines.shares(
         "warning", cools(1), starting=True
     )
-    lines.say()
+    lines.flush()
     assert levels == ["warning"] * 2
 
 
@@ -54,5 +54,5 @@ async def test_exits_in_a_world_when_the_job_fails_then_are_summarized():
     assert not lines.shares("warning", cools(0)) and lines.shares("warning", cools(1))
     lines.job_failed()
     assert not levels
-    lines.say()
+    lines.flush()
     assert levels == ["warning"]

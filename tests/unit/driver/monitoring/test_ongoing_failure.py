@@ -121,7 +121,7 @@ def test_exceptions_and_exits_seconds_apart_are_summarized_in_one_line_each(
         loop.until(at)
         happen(slot)
     shown += ledger.rest()  # as when the last worker is gone
-    lines.say()
+    lines.flush()
     assert len(shown) == 2 and shown[0] == BAD.folded
     assert len(logged) == 2
 

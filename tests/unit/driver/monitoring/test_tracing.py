@@ -41,10 +41,10 @@ class Talk:
     def hello(self, *workers) -> None:
         for worker in workers:
             # other components receive it too
-            assert not self.tracing.heard(worker, messages.Hello(worker, 1))
+            assert not self.tracing.handle(worker, messages.Hello(worker, 1))
 
     def hear(self, worker, message) -> None:
-        assert self.tracing.heard(worker, message)
+        assert self.tracing.handle(worker, message)
 
     def trace(self, worker, name, number=1) -> None:
         record = ("X", "w", name, 1, 1)

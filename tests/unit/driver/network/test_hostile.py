@@ -370,7 +370,7 @@ def test_worker_cannot_replace_a_file_on_the_drivers_host(tmp_path):
     async def ask(path) -> messages.TimelineAnswer:
         tracing = Tracing(lambda level, text: None, JobView())
         tracing.serve(lambda worker, message: answers.append(message))
-        assert tracing.heard(A, messages.TimelineWanted(1, str(path), False))
+        assert tracing.handle(A, messages.TimelineWanted(1, str(path), False))
         await tracing.close()
         assert isinstance(answers[-1], messages.TimelineAnswer)
         return answers[-1]

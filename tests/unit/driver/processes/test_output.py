@@ -239,7 +239,7 @@ def test_streams_to_the_same_file_keep_their_order():
     assert terminal.asked.wait(10)
     output.feed(A, "stdout", b"two\n")
     output.feed(A, "stderr", b"why\n")
-    output.say(b"the end\n")
+    output.write_line(b"the end\n")
     terminal.goes_on.set()
     output.close()
     recorded("log", terminal.lines(4))
@@ -315,7 +315,7 @@ def raised(who: str = "x") -> bytes:
 
 def test_exception_is_shown_once_with_the_first_rank_and_kept_for_each(tmp_path):
     told = []
-    screen = Screen(folder=tmp_path, unsaid=lambda: told.append("unsaid"))
+    screen = Screen(folder=tmp_path, on_unlogged=lambda: told.append("unsaid"))
     screen.output.feed(A, "stderr", b"before\n")
     for worker in (A, B):
         screen.output.feed(worker, "diagnostics", raised()[:10])
@@ -346,7 +346,8 @@ STACKS += b'  File "train.py", line 2 in b\n'
 async def test_stacks_are_shown_unless_requested_by_an_operator(asked):
     heard = []
     screen = Screen(
-        asked=lambda worker: asked, heard=lambda who, name, stream, lines: heard.append(stream)
+        asked=lambda worker: asked,
+        on_lines=lambda worker, name, stream, lines: heard.append(stream),
     )
     screen.output.feed(A, "diagnostics", STACKS)
     assert heard == ["diagnostics"] * 3

@@ -95,36 +95,36 @@ def said(number: int, oldest: int = 1, *, dropped: int = 0, size: int = 1) -> Re
 
 def test_each_report_is_accepted_once_and_acknowledged_again_when_repeated():
     ledger = ReportLedger()
-    assert ledger.heard(A, said(1)) and ledger.heard(A, said(2)) and ledger.heard(B, said(1))
+    assert ledger.record(A, said(1)) and ledger.record(A, said(2)) and ledger.record(B, said(1))
     assert ledger.answers() == [(A, ReportsTaken(2)), (B, ReportsTaken(1))]
     assert ledger.answers() == []
-    assert not ledger.heard(A, said(1)) and not ledger.heard(A, said(2))
+    assert not ledger.record(A, said(1)) and not ledger.record(A, said(2))
     assert ledger.answers() == [(A, ReportsTaken(2))], "the answer was lost"
-    assert ledger.heard(A, said(3))
+    assert ledger.record(A, said(3))
 
 
 def test_report_that_arrives_before_lost_ones_must_be_sent_again():
     ledger = ReportLedger()
-    assert ledger.heard(A, said(1))
-    assert not ledger.heard(A, said(4))
+    assert ledger.record(A, said(1))
+    assert not ledger.record(A, said(4))
     assert ledger.answers() == [(A, ReportsTaken(1))]
-    assert [ledger.heard(A, said(n)) for n in (2, 3, 4)] == [True] * 3
+    assert [ledger.record(A, said(n)) for n in (2, 3, 4)] == [True] * 3
 
 
 def test_next_driver_continues_after_the_last_acknowledged_report():
     ledger = ReportLedger()
-    assert not ledger.heard(A, said(9, oldest=7)), "7 and 8 were lost with the driver before"
+    assert not ledger.record(A, said(9, oldest=7)), "7 and 8 were lost with the driver before"
     assert ledger.answers() == []
-    assert [ledger.heard(A, said(n, oldest=7)) for n in (7, 8, 9)] == [True] * 3
-    assert not ledger.heard(B, said(3, oldest=9))  # nonsense
+    assert [ledger.record(A, said(n, oldest=7)) for n in (7, 8, 9)] == [True] * 3
+    assert not ledger.record(B, said(3, oldest=9))  # nonsense
     assert ledger.answers() == [(A, ReportsTaken(9)), (B, ReportsTaken(0))]
 
 
 def test_worker_with_many_reports_in_flight_is_acknowledged_at_once():
     ledger = ReportLedger()
-    ledger.heard(A, said(1, size=PRESSING_BYTES // 2))
+    ledger.record(A, said(1, size=PRESSING_BYTES // 2))
     assert not ledger.pressing(A)
-    ledger.heard(A, said(2, size=PRESSING_BYTES // 2))
+    ledger.record(A, said(2, size=PRESSING_BYTES // 2))
     assert ledger.pressing(A) and not ledger.pressing(B)
     assert ledger.answer(A) == ReportsTaken(2)
     assert not ledger.pressing(A) and ledger.answers() == []
@@ -132,12 +132,12 @@ def test_worker_with_many_reports_in_flight_is_acknowledged_at_once():
 
 def test_an_exited_worker_is_forgotten():
     ledger = ReportLedger()
-    ledger.heard(A, said(1, dropped=2))
-    ledger.heard(B, said(1))
+    ledger.record(A, said(1, dropped=2))
+    ledger.record(B, said(1))
     ledger.keep({B})
     assert ledger.answers() == [(B, ReportsTaken(1))]
     assert ledger.dropped == {A: 2}, "what was lost has to be said all the same"
-    assert ledger.heard(B, said(2))
+    assert ledger.record(B, said(2))
 
 
 # ---- both, over connections that break ---------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Road:
     def hear(self) -> None:
         if self.up:
             report = self.up.popleft()
-            if self.ledger.heard(A, report):
+            if self.ledger.record(A, report):
                 self.driver.append(int(report.metrics[:5]))
 
     def answer(self) -> None:

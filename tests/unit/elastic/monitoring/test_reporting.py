@@ -231,8 +231,8 @@ class Listener:
 
 async def test_a_report_is_delivered_and_acknowledged():
     s = Listener()
-    assert not s.reports.heard(A, messages.Returned(1))
-    assert s.reports.heard(A, said(1, loss=0.5)) and s.reports.heard(A, said(1, loss=0.5))
+    assert not s.reports.handle(A, messages.Returned(1))
+    assert s.reports.handle(A, said(1, loss=0.5)) and s.reports.handle(A, said(1, loss=0.5))
     assert s.heard == [Report(0, 2, 2, str(A), {"loss": 0.5}, 1.8e9)]
     recorded("log", s.log)
     assert s.sent == []
@@ -250,7 +250,7 @@ async def test_a_callback_that_raises_is_logged_once_and_called_again():
 
     s = Listener(careless)
     for n in range(1, 4):
-        s.reports.heard(A, said(n))
+        s.reports.handle(A, said(n))
     assert len(calls) == 3
     [line] = [line for line in s.log if not line.startswith("debug")]
     recorded("messages", line)
@@ -263,8 +263,8 @@ async def test_a_callback_that_raises_is_logged_once_and_called_again():
 async def test_an_invalid_report_is_logged_once_for_each_host_and_acknowledged():
     s = Listener()
     for number in (1, 2):
-        s.reports.heard(A, Reported(number, 1, 2, 0, 2, 1.8e9, b"\xc1"))
-    s.reports.heard(A, said(3, n=3))
+        s.reports.handle(A, Reported(number, 1, 2, 0, 2, 1.8e9, b"\xc1"))
+    s.reports.handle(A, said(3, n=3))
     assert [report.metrics for report in s.heard] == [{"n": 3}]
     [line] = [line for line in s.log if line.startswith("warning")]
     recorded("messages", line, A)
@@ -279,12 +279,12 @@ async def test_dropped_reports_are_logged_immediately_and_then_periodically():
     def told() -> list[str]:
         return [line for line in s.log if line.startswith("warning")]
 
-    s.reports.heard(A, said(1, dropped=7))
+    s.reports.handle(A, said(1, dropped=7))
     s.reports._answer()
     [line] = told()
     recorded("messages", line, A)
-    s.reports.heard(A, said(2, dropped=1))
-    s.reports.heard(B, said(1, dropped=2))
+    s.reports.handle(A, said(2, dropped=1))
+    s.reports.handle(B, said(1, dropped=2))
     s.reports._answer()
     assert len(told()) == 1
     s.reports.close()
@@ -293,7 +293,7 @@ async def test_dropped_reports_are_logged_immediately_and_then_periodically():
 
 async def test_long_report_is_shortened_to_one_log_line():
     s = Listener()
-    s.reports.heard(A, said(1, text="line\n" * 1000))
+    s.reports.handle(A, said(1, text="line\n" * 1000))
     [line] = s.log
     assert len(line) < reports_module.SHOWN + 60 and line.endswith("...") and "\n" not in line
     s.reports.close()
@@ -314,8 +314,8 @@ def told_story(test):
 @told_story
 async def test_reports_are_passed_to_the_callback_without_driver_decisions(s, heard):
     await s.train(A, B)
-    s.server.heard(A, said(1, step=1))
-    s.server.heard(B, said(1, rank=1, step=1))
+    s.server.received(A, said(1, step=1))
+    s.server.received(B, said(1, rank=1, step=1))
     assert [(r.rank, r.worker) for r in heard] == [(0, str(A)), (1, str(B))], "at once"
     events = s.driver._journal.story(last=100)
     await s.settle()

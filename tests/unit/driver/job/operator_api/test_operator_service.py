@@ -84,7 +84,7 @@ class Job:
         self.desk = OperatorService(about, self.page, lambda level, text: self.lines.append(text))
         self.driver = create_autospec(SteerableDriver, instance=True)
         self.told: list[Event] = []
-        self.driver.tell.side_effect = self._told
+        self.driver.handle_request.side_effect = self._told
         self.reason = because(ReasonKind.SCALED, workers=3, before=2, slots=8, leave=0)
         self.environ = environ
         start = [StartWorker(each, PLACE, as_sentence("x")) for each in (A, B)]
@@ -200,7 +200,7 @@ async def test_rejection_is_returned_with_its_reason(tmp_path):
             answer = AnswerRequest(1, False, because(ReasonKind.FIXED_SIZE))
             asyncio.get_running_loop().call_soon(job.desk.answered, answer)
 
-        job.driver.tell.side_effect = no
+        job.driver.handle_request.side_effect = no
         rejection = await job.ask(messages.AskScale, 3)
         assert not rejection.done
         recorded("messages", rejection.text)
@@ -209,7 +209,7 @@ async def test_rejection_is_returned_with_its_reason(tmp_path):
 async def test_driver_that_does_not_decide_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(operator_service, "ANSWER_S", 0.01)
     async with running(tmp_path) as job:
-        job.driver.tell.side_effect = None
+        job.driver.handle_request.side_effect = None
         answer = await job.ask(messages.AskScale, 3)
         assert not answer.done
         recorded("messages", answer.text)
