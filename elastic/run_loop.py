@@ -125,14 +125,14 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
             bit_flips.offer(state)
         try:
             with (
-                host_updates.told(state),
+                host_updates.registered(state),
                 durable.commits(rt, state),
                 step_count.counting(),
                 observing(rt, state, func) as observer,
             ):
                 return _train(rt, train, state, departure, observer)
         except LeaveRequested as end:
-            if rt.session.unheard:
+            if rt.session.must_report:
                 print(f"elastic: {end}", file=sys.stderr)
                 send_report(LostDriver(), os.environ)
             sys.exit(0 if rt.session.asked_to_leave else 1)

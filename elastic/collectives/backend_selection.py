@@ -160,6 +160,6 @@ def _unable(rows: Sequence[RankInfo], rank: int, first: int) -> str:
     if row.identity is not None and other.identity is not None:
         mine, theirs = row.identity.user, other.identity.user
         if mine != theirs:
-            who = f"rank {rank} runs as user {mine}, rank {first} as user {theirs}"
-            return f"{who}: run the ranks of a host as one user"
+            users = f"rank {rank} runs as user {mine}, rank {first} as user {theirs}"
+            return f"{users}: run the ranks of a host as one user"
     return ""

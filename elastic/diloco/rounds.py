@@ -179,10 +179,10 @@ def adopted(reports: Sequence[str], senders: Mapping[int, int]) -> list[str]:
         reports: the reports of all ranks, by rank, as of the time before.
         senders: ranks that receive the state, each with the rank that sends it.
     """
-    told = [WorldReport(*json.loads(report)) for report in reports]
+    world_reports = [WorldReport(*json.loads(report)) for report in reports]
     found = list(reports)
     for rank, sender in senders.items():
-        mine, theirs = told[rank], told[sender]
+        mine, theirs = world_reports[rank], world_reports[sender]
         own_steps, merges_before = mine.origin
         gained = any(map(operator.gt, theirs.merged, mine.merged))
         absent = dict(mine.absent) | dict(theirs.absent)
@@ -360,12 +360,12 @@ class Rounds:
         """
         self._started = False
         reports: Sequence[str] = yield CompareReports(self.report())
-        told = [WorldReport(*json.loads(report)) for report in reports]
-        merges = [sum(each.merged) for each in told]
+        world_reports = [WorldReport(*json.loads(report)) for report in reports]
+        merges = [sum(each.merged) for each in world_reports]
         if min(merges) != max(merges):
             root = merges.index(max(merges))
-            theirs = list(told[root].merged)
-            gained = self._gained(theirs, told[root].absent)
+            theirs = list(world_reports[root].merged)
+            gained = self._gained(theirs, world_reports[root].absent)
             yield TakeMerges(
                 root, tuple(gained), tuple(f for f, missed in gained.items() if missed)
             )
@@ -373,13 +373,13 @@ class Rounds:
             self.merged = theirs
         # Inner parameters are received last: if they were received first, this rank would mix the merges into them
         # twice.
-        origins = [tuple(each.origin) for each in told]
+        origins = [tuple(each.origin) for each in world_reports]
         # All ranks have the same merges now, so this equals the number of changes of the inner parameters plus a
         # constant.
         changes = [own_steps - before for own_steps, before in origins]
         took = [
             self.quorum and (each.took or total < max(merges))
-            for each, total in zip(told, merges, strict=True)
+            for each, total in zip(world_reports, merges, strict=True)
         ]
         source = self.islands.source(changes, took)
         if source is not None:
@@ -388,8 +388,8 @@ class Rounds:
             yield TakeInner(source, kept)
             self.own_steps, self.merges_before = origins[source]
         self._took = False
-        self.position = max(each.position for each in told)
-        owed = [Sent(*each.pending) for each in told if each.pending is not None]
+        self.position = max(each.position for each in world_reports)
+        owed = [Sent(*each.pending) for each in world_reports if each.pending is not None]
         owed = [each for each in owed if self._is_owed(each)]
         self.pending = min(owed, key=lambda each: each.step, default=None)
         if self.pending is not None:

@@ -127,7 +127,7 @@ class GuardedGroups:
                 group = session.groups.form(key, generation, place)
         except CollectiveFailed as error:
             session.mark_broken(generation, f"the {purpose} group could not be formed: {error}")
-            session.told(generation)
+            session.record_raised(generation)
             if not session.recovers:
                 raise CollectiveFailed(session.why(error)) from error
             raise PeerLost(session.why(error)) from error
@@ -217,7 +217,7 @@ class GuardedGroups:
                     raise CollectiveFailed(why) from error
                 return
             # The driver's message may arrive before the error, so the failure may not be recorded yet.
-            session.told(generation)
+            session.record_raised(generation)
             raise PeerLost(why) from error
 
     def _report_calls(

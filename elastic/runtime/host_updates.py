@@ -53,7 +53,7 @@ def remove(listener: HostUpdateListener) -> None:
 
 
 @contextlib.contextmanager
-def told(listener: HostUpdateListener) -> Iterator[None]:
+def registered(listener: HostUpdateListener) -> Iterator[None]:
     """Context manager that registers a listener. A listener that was registered before stays registered afterwards."""
     with _lock:
         before = any(each is listener for each in _listeners)
@@ -65,7 +65,7 @@ def told(listener: HostUpdateListener) -> Iterator[None]:
             remove(listener)
 
 
-def tell(timestamp: float, result: HostUpdateResult) -> None:
+def notify(timestamp: float, result: HostUpdateResult) -> None:
     """Notify all listeners.
 
     This function runs in the thread that reads the driver's messages, so listeners should return immediately. If a
@@ -87,4 +87,4 @@ def tell(timestamp: float, result: HostUpdateResult) -> None:
             )
 
 
-__all__ = ["HostUpdateListener", "HostUpdateResult", "register", "remove", "tell", "told"]
+__all__ = ["HostUpdateListener", "HostUpdateResult", "notify", "register", "registered", "remove"]

@@ -57,9 +57,9 @@ class LinkThread:
         self._leave_asked = False
         # time at which this worker exits after SIGTERM, in a job of fixed size
         self._end_at = math.inf
-        self._spent_told_at = time.monotonic()
+        self._spent_sent_at = time.monotonic()
         # last training that was reported: its generation, and whether it was a second or later one
-        self._training_told = (0, False)
+        self._training_sent = (0, False)
         # generation and number of the last planned change that listeners were notified of
         self._reported = (0, 0)
 
@@ -124,7 +124,9 @@ class LinkThread:
         if now >= self._end_at and not session.recovery.ending.checkpoint_wanted:
             _die_of_sigterm()
         groups = session.groups
-        news = self._progress.tell(now, groups.launches, user_line.of_thread, groups.followed_since)
+        news = self._progress.due_messages(
+            now, groups.launches, user_line.of_thread, groups.followed_since
+        )
         if session.env.elastic and session.recovery.phase is Phase.TRAINING:
             recovery = session.recovery
             news += self._progress.pace(now, recovery.generation, recovery.agreed())
@@ -133,12 +135,12 @@ class LinkThread:
         self._tracing.due()
         trains = session.account.part in ("training", "committing", "data")
         training = session.recovery.generation, session.recovery.again
-        began = trains and training != self._training_told
+        began = trains and training != self._training_sent
         leads = session.recovery.phase is Phase.TRAINING and session.recovery.place.rank == 0
-        if began or now - self._spent_told_at >= (FIRST_SPENT_S if leads else SPENT_S):
-            self._spent_told_at = now
+        if began or now - self._spent_sent_at >= (FIRST_SPENT_S if leads else SPENT_S):
+            self._spent_sent_at = now
             if trains:
-                self._training_told = training
+                self._training_sent = training
             session.send(self.time_spent())
         return self._progress.next_look_s(now)
 
@@ -167,7 +169,7 @@ class LinkThread:
             return
         match message:
             case messages.HostsListed():
-                host_updates.tell(time.time(), host_updates.HostUpdateResult.mixed)
+                host_updates.notify(time.time(), host_updates.HostUpdateResult.mixed)
                 return
             case messages.Broken():
                 session.phases.mark("broken", time.monotonic())
@@ -186,7 +188,7 @@ class LinkThread:
                 session.send(messages.Located(session.recovery.generation, line))
                 return
             case messages.Awaited(generation, rank, line):
-                self._progress.told(generation, rank, line)
+                self._progress.add_awaited(generation, rank, line)
                 return
             case messages.Restate():
                 self._worlds.restate()
@@ -203,7 +205,7 @@ class LinkThread:
         """Notify listeners of a planned change, once per change: the driver may repeat the message."""
         if (message.generation, message.change) > self._reported:
             self._reported = message.generation, message.change
-            host_updates.tell(time.time(), host_updates.HostUpdateResult.mixed)
+            host_updates.notify(time.time(), host_updates.HostUpdateResult.mixed)
 
 
 def _die_of_sigterm() -> None:

@@ -34,9 +34,9 @@ class ProgressCounter:
         self._since = 0.0
         self._depth = 0
         # generation and number of the collective that was last reported as waiting, or None
-        self._said: tuple[int, int] | None = None
-        self._said_at = 0.0
-        self._said_phase = ""
+        self._reported: tuple[int, int] | None = None
+        self._reported_at = 0.0
+        self._last_phase = ""
         # number of collectives since the last pace report, and seconds spent in them
         self._completed = 0
         self._waited_s = 0.0
@@ -68,7 +68,7 @@ class ProgressCounter:
         self.inside = ""
         self._completed += 1
         self._waited_s += now - self._since
-        return self._said is not None
+        return self._reported is not None
 
     def begin_training(self) -> None:
         """Reset the count of collectives when training begins, so that those of the state copy are not counted."""
@@ -81,7 +81,7 @@ class ProgressCounter:
 
     # ---- reports of the link thread --------------------------------------------------------------
 
-    def tell(
+    def due_messages(
         self,
         now: float,
         gpu: Callable[[], list[messages.Launches]] = list,
@@ -104,10 +104,10 @@ class ProgressCounter:
         waits = bool(inside) and now - since >= WAIT_S
         phase = self.phase
         launches = gpu() if waits else []
-        news = (at if waits else None) != self._said or phase != self._said_phase
-        if news or (waits and now - self._said_at >= REPEAT_S):
-            self._said, self._said_phase = at if waits else None, phase
-            self._said_at = now
+        news = (at if waits else None) != self._reported or phase != self._last_phase
+        if news or (waits and now - self._reported_at >= REPEAT_S):
+            self._reported, self._last_phase = at if waits else None, phase
+            self._reported_at = now
             waited_s = now - since if waits else 0.0
             where = line(self.thread) if waits else ""
             due.append(self._progress(inside if waits else "", waited_s, launches, where))
@@ -118,7 +118,7 @@ class ProgressCounter:
         inside, left_s = self.inside, WAIT_S - (now - self._since)
         return left_s if inside and 0 < left_s < LOOK_S else LOOK_S
 
-    def told(self, generation: int, rank: int, line: str) -> None:
+    def add_awaited(self, generation: int, rank: int, line: str) -> None:
         """Record the driver's notice that this worker waits for a rank."""
         at, lines = (self.generation, self.entered), self.awaited()
         if self.inside and generation == self.generation:
@@ -177,8 +177,8 @@ class ProgressCounter:
 
     def _reported_phase(self, phase: str, generation: int) -> messages.Progress:
         self._is_in(generation)
-        self.phase = self._said_phase = phase
-        self._said = None
+        self.phase = self._last_phase = phase
+        self._reported = None
         return self._progress("", 0.0)
 
     def _progress(

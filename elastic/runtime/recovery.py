@@ -111,7 +111,7 @@ class Recovery:
     _resumed: messages.Resumed | None = None
     ending: ErrorExcuse = field(default_factory=ErrorExcuse)
     # report of the reason why user code ends the process
-    _last_word: messages.Raised | messages.Quit | None = None
+    _last_report: messages.Raised | messages.Quit | None = None
     _checks: int = 0
     # whether the agreed safepoint was reached, so that the next commit gets its number
     _stopped: bool = False
@@ -238,8 +238,8 @@ class Recovery:
                 )
             case Phase.RETURNED:
                 unanswered.append(messages.Returned(self.generation))
-            case Phase.OVER if self._last_word is not None:
-                unanswered.append(self._last_word)
+            case Phase.OVER if self._last_report is not None:
+                unanswered.append(self._last_report)
         return [Send(message) for message in unanswered]
 
     @property
@@ -479,7 +479,7 @@ class Recovery:
         beginning = nothing_held and (self.newest is None or self.newest.number == 0)
         self.phase = Phase.OVER
         self.reason = summary
-        self._last_word = messages.Raised(
+        self._last_report = messages.Raised(
             generation,
             self.newest,
             summary,
@@ -491,7 +491,7 @@ class Recovery:
             calls,
             shards_lost,
         )
-        return [Send(self._last_word), AbortGroups(generation, summary)]
+        return [Send(self._last_report), AbortGroups(generation, summary)]
 
     def quit(self, code: int, call: str | None = None) -> list[Action]:
         """Report that the process will exit with ``code``.
@@ -509,8 +509,8 @@ class Recovery:
             self.reason = (
                 f"this process exits with code {code}: its state differs from that of its world"
             )
-        self._last_word = messages.Quit(generation, code, call)
-        return [Send(self._last_word), AbortGroups(generation, self.reason)]
+        self._last_report = messages.Quit(generation, code, call)
+        return [Send(self._last_report), AbortGroups(generation, self.reason)]
 
 
 def _broke(

@@ -32,7 +32,7 @@ from elastic.runtime.process_groups import Groups
 from elastic.runtime.recovery import AbortGroups, Action, Phase, Recovery, Send
 from elastic.runtime.recovery_phases import Phases
 
-WAIT_SAID_S = 30.0  # interval in seconds between log lines about a long wait
+WAIT_LOG_S = 30.0  # interval in seconds between log lines about a long wait
 # seconds between two wake-ups of the link thread after which the process is assumed to have been stopped
 ASLEEP_S = 3.0
 ENDED = (Phase.BROKEN, Phase.OVER)
@@ -81,7 +81,7 @@ class Session:
         self._link = link
         self._when_lost: Callable[[], None] = lambda: None
         # last generation whose failure or end was raised as an exception in user code
-        self._told_in = 0
+        self._raised_in = 0
 
     # ---- the state machine ---------------------------------------------------------------------------------------
 
@@ -107,21 +107,21 @@ class Session:
         Raises:
             DriverLost: the driver did not respond.
         """
-        began = said_at = time.monotonic()
+        began = logged_at = time.monotonic()
         waits = f"{self.env.worker} waits for the driver {what}"
         with self.changed:
             while self.recovery.phase is phase:
                 self.changed.wait(1.0)
                 now = time.monotonic()
                 if self.recovery.stands_by:
-                    began = said_at = now
+                    began = logged_at = now
                 if now - began > self.env.wait_timeout_s:
                     raise DriverLost(
                         f"{waits}: the driver has not responded for {self.env.wait_timeout_s:g} s. Check that"
                         " elasticrun is running and that its host is reachable"
                     )
-                if now - said_at > WAIT_SAID_S:
-                    said_at = now
+                if now - logged_at > WAIT_LOG_S:
+                    logged_at = now
                     print(f"elastic: {waits}", file=sys.stderr)
 
     def resumed(self) -> None:
@@ -209,17 +209,17 @@ class Session:
         reason = self.recovery.reason
         return reason if error.aborted and reason else str(error)
 
-    def told(self, generation: int) -> None:
+    def record_raised(self, generation: int) -> None:
         """Record that user code receives an exception for the end of this generation.
 
         If the worker cannot recover, this is reported to the driver, once.
         """
-        self._told_in = generation
+        self._raised_in = generation
         self.update(Recovery.strand)
 
     def raise_if_ended(self) -> None:
         """Raise the world's error again if user code has caught it."""
-        if self._told_in == self.recovery.generation:
+        if self._raised_in == self.recovery.generation:
             self.raise_if_broken()
 
     def raise_if_broken(self) -> None:
@@ -234,7 +234,7 @@ class Session:
         if phase is Phase.TRAINING:
             return
         if phase is Phase.BROKEN:
-            self.told(self.recovery.generation)
+            self.record_raised(self.recovery.generation)
             if not self.recovers:
                 raise CollectiveFailed(self.recovery.reason)
             raise PeerLost(self.recovery.reason)
@@ -269,7 +269,7 @@ class Session:
             raise StateMismatch(reason)
         if self.recovery.running:
             raise LeaveRequested(reason)  # the driver reports the reason, once for all workers
-        raise WorkerOrphaned(reason) if self.unheard else JobOver(reason)
+        raise WorkerOrphaned(reason) if self.must_report else JobOver(reason)
 
     @property
     def asked_to_leave(self) -> bool:
@@ -278,7 +278,7 @@ class Session:
         return isinstance(over, messages.Leave) and not over.fenced
 
     @property
-    def unheard(self) -> bool:
+    def must_report(self) -> bool:
         """Return whether this worker itself must report why it exits: it lost the driver, or was fenced."""
         over = self.recovery.over
         return self.lost_driver or (isinstance(over, messages.Leave) and over.fenced)

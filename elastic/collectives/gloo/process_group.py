@@ -107,8 +107,8 @@ class GlooCollectives:
         # set when the creation of the group has succeeded or failed
         self._built = threading.Event()
         self._swapping = Call()
-        self._word = b""
-        self._heard: Callable[[list[bytes]], None] = lambda words: None
+        self._payload = b""
+        self._on_payloads: Callable[[list[bytes]], None] = lambda payloads: None
         self._under_way: collections.deque[Any] = collections.deque()
         self._agreed = agreed
         self._first_exchange = FirstExchange(rank, size)
@@ -125,8 +125,8 @@ class GlooCollectives:
         purpose: str,
         bind_host: str,
         *,
-        word: bytes = b"",
-        heard: Callable[[list[bytes]], None] = lambda words: None,
+        payload: bytes = b"",
+        on_payloads: Callable[[list[bytes]], None] = lambda payloads: None,
     ) -> None:
         """Block until this rank is connected to every other rank.
 
@@ -134,14 +134,14 @@ class GlooCollectives:
             store: store through which the ranks exchange addresses.
             purpose: key in the store, equal on all ranks.
             bind_host: address on which this rank listens.
-            word: caller's data to publish with this rank's address.
-            heard: called in another thread with the data of all ranks, by rank, before any connection is made. If it
-                raises, no connection is made.
+            payload: caller's data to publish with this rank's address.
+            on_payloads: called in another thread with the data of all ranks, by rank, before any connection is made. If
+                it raises, no connection is made.
 
         Raises:
             CollectiveFailed: a rank is late or lost, or `abort` was called.
         """
-        self._word, self._heard, self._key = word, heard, purpose
+        self._payload, self._on_payloads, self._key = payload, on_payloads, purpose
         threads.begin("elastic-gloo", self._build, store, purpose, bind_host)
         # The exchange and the connections have separate deadlines. This deadline covers the remaining steps.
         longest_s = self._collective_timeout_s + self._timeout_s + 1.0
@@ -191,7 +191,7 @@ class GlooCollectives:
             )
         self._own = own
         self._raise_if_failed()
-        mine = msgspec.msgpack.encode((own, key, value, self._word))
+        mine = msgspec.msgpack.encode((own, key, value, self._payload))
         published = store.exchange(
             f"{purpose}/{self.size}",
             self.rank,
@@ -201,7 +201,7 @@ class GlooCollectives:
             self._swapping,
         )
         rows = [_decoder.decode(blob) for blob in published]
-        self._heard([row[3] for row in rows])
+        self._on_payloads([row[3] for row in rows])
         self._peers = frozenset(row[0] for row in rows) - {own}
         self._raise_if_failed()
         return {row[1]: row[2] for row in rows}

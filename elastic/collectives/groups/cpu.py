@@ -88,7 +88,7 @@ class CpuGroup:
             plan, host = self._meet(store, purpose, offer, rows)
         finally:
             offer.withdraw()
-        self._say(plan)
+        self._log_plan(plan)
         if host is None:
             gloo = self._gloo(self._rank, self._size)
             self._adopt(gloo)
@@ -138,15 +138,15 @@ class CpuGroup:
 
         gloo = self._gloo(self._rank, self._size)
         self._adopt(gloo)
-        word = msgspec.msgpack.encode(offer.row)
+        payload = msgspec.msgpack.encode(offer.row)
         try:
-            gloo.connect(store, purpose, bind_host, word=word, heard=received)
+            gloo.connect(store, purpose, bind_host, payload=payload, on_payloads=received)
         except CollectiveFailed:
             if self._aborted or not rows or backend_selection.plan(rows).backend is Backend.GLOO:
                 raise
             self._drop(gloo)
             return None, rows
-        self._say(backend_selection.plan(rows))
+        self._log_plan(backend_selection.plan(rows))
         return gloo, rows
 
     def _meet(
@@ -207,7 +207,7 @@ class CpuGroup:
             raise CollectiveFailed("aborted", aborted=True)
         return store.exchange(key, self._rank, self._size, blob, timeout_s, self._swapping)
 
-    def _say(self, plan: BackendSelection) -> None:
+    def _log_plan(self, plan: BackendSelection) -> None:
         if plan.why and self._rank == 0 and plan.why not in _logged:
             _logged.add(plan.why)
             log.warning(

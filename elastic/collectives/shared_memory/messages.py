@@ -89,10 +89,10 @@ class SharedMessage:
         if self.within(limit_s):
             return
         named = None if self._peer is None else self._group.named(self._peer)
-        who = "no rank" if named is None else f"rank {named}"
+        ranks = "no rank" if named is None else f"rank {named}"
         verb = "sent a message with this tag" if named is None else "did not respond"
         raise self._group.fail(
-            f"{who} of this group {verb} within {limit_s:g} s: check that each recv has a send"
+            f"{ranks} of this group {verb} within {limit_s:g} s: check that each recv has a send"
             " with the same tag",
             named,
         )
@@ -122,9 +122,9 @@ def monitored_barrier(group: MessageGroup, timeout_s: float, wait_all_ranks: boo
             if not wait_all_ranks:
                 break
     if late:
-        who = f"Rank{'s' if wait_all_ranks else ''} {', '.join(map(str, late))}"
+        ranks = f"Rank{'s' if wait_all_ranks else ''} {', '.join(map(str, late))}"
         raise group.fail(
-            f"[Rank 0]: {who} failed to pass monitoredBarrier in {timeout_s * 1e3:.0f} ms"
+            f"[Rank 0]: {ranks} failed to pass monitoredBarrier in {timeout_s * 1e3:.0f} ms"
         )
-    for word in [group.send(nothing, rank, _GO_ON) for rank in others]:
-        word.wait()  # The message is withdrawn if this rank leaves before the message was received.
+    for pending in [group.send(nothing, rank, _GO_ON) for rank in others]:
+        pending.wait()  # The message is withdrawn if this rank leaves before the message was received.

@@ -9,7 +9,7 @@ from elastic.protocol.calls import Called
 from elastic.rendezvous.store import Store
 
 # timeout of the exchange in seconds; short, because all ranks are already in a collective
-TELL_S = 2.0
+EXCHANGE_S = 2.0
 
 
 def of_all(store: Store | None, group: Differing, mine: Called) -> list[Called]:
@@ -21,7 +21,7 @@ def of_all(store: Store | None, group: Differing, mine: Called) -> list[Called]:
         return [mine]
     try:
         answers = store.exchange(
-            f"{group.key}/calls", group.rank, group.size, msgspec.msgpack.encode(mine), TELL_S
+            f"{group.key}/calls", group.rank, group.size, msgspec.msgpack.encode(mine), EXCHANGE_S
         )
         return [msgspec.msgpack.decode(each, type=Called) for each in answers]
     except (CollectiveFailed, msgspec.MsgspecError):

@@ -36,7 +36,7 @@ class WorkerNotificationManager:
 
     def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
         """Notify all listeners as if the driver had sent the update. ``timestamp`` is in seconds since 1970."""
-        host_updates.tell(timestamp, update_res)
+        host_updates.notify(timestamp, update_res)
 
 
 _ABSENT = {"WorkerNotificationService", "WorkerNotificationClient"}

@@ -66,7 +66,7 @@ class LightWorker:
             return
         progress.enter(recovery.generation, "gradients", now)
         progress.leave(now)
-        for message in (*progress.tell(now), *progress.pace(now, recovery.generation)):
+        for message in (*progress.due_messages(now), *progress.pace(now, recovery.generation)):
             self._say(self.worker, message)
 
     def _enter(self) -> None:

@@ -223,9 +223,9 @@ def test_a_state_is_notified_of_host_changes_during_training(world_of_one):
 
     @run
     def train(state: ObjectState) -> int:
-        host_updates.tell(3.0, host_updates.HostUpdateResult.mixed)
+        host_updates.notify(3.0, host_updates.HostUpdateResult.mixed)
         return state._host_messages.qsize()
 
     assert train(state) == 1
-    host_updates.tell(4.0, host_updates.HostUpdateResult.mixed)
+    host_updates.notify(4.0, host_updates.HostUpdateResult.mixed)
     assert state._host_messages.qsize() == 1

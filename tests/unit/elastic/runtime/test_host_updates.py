@@ -60,16 +60,16 @@ def test_a_manager_registers_notifies_and_removes_listeners():
 def test_listener_that_raises_does_not_prevent_later_listeners(listener, capsys):
     first = Broken()
     host_updates.remove(listener)
-    with host_updates.told(first), host_updates.told(listener):
-        host_updates.tell(1.0, HostUpdateResult.mixed)
+    with host_updates.registered(first), host_updates.registered(listener):
+        host_updates.notify(1.0, HostUpdateResult.mixed)
     assert listener.heard == [(1.0, 3)]
     assert "Broken.on_hosts_updated raised" in capsys.readouterr().err
 
 
 def test_a_registered_listener_stays_registered_in_the_next_world(listener):
-    with host_updates.told(listener):
+    with host_updates.registered(listener):
         pass
-    host_updates.tell(2.0, HostUpdateResult.mixed)
+    host_updates.notify(2.0, HostUpdateResult.mixed)
     assert listener.heard == [(2.0, 3)]
 
 
@@ -102,9 +102,9 @@ def test_another_list_of_hosts_is_reported_immediately_and_does_not_stop_trainin
 
 def test_a_notified_state_keeps_the_timestamp():
     state = ObjectState(step=0)
-    with host_updates.told(state):
-        host_updates.tell(7.0, HostUpdateResult.mixed)
-        host_updates.tell(6.0, HostUpdateResult.mixed)
+    with host_updates.registered(state):
+        host_updates.notify(7.0, HostUpdateResult.mixed)
+        host_updates.notify(6.0, HostUpdateResult.mixed)
     state.check_host_updates()
     assert state._last_updated_timestamp == 7.0
     assert state._host_messages.empty()

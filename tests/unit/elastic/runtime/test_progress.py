@@ -13,7 +13,7 @@ from harness.golden import raises
 
 def told(progress: ProgressCounter, now: float) -> list[tuple[str, float, str]]:
     """Collective, seconds, phase."""
-    messages = progress.tell(now)
+    messages = progress.due_messages(now)
     assert all(isinstance(m, protocol.Progress) for m in messages)
     return [(m.inside, round(m.waited_s, 3), m.phase) for m in messages]  # type: ignore[attr-defined]
 
@@ -43,7 +43,7 @@ def test_wait_is_reported_at_an_age_of_one_second_for_any_start(after_s):
     """The look at 10 comes before it, with others between: none of them may be the one that is late."""
     progress, now = ProgressCounter(), 10.0
     progress.enter(2, "allreduce.loss", 9.9)
-    assert progress.tell(now) == [] and progress.next_look_s(now) == pytest.approx(0.9)
+    assert progress.due_messages(now) == [] and progress.next_look_s(now) == pytest.approx(0.9)
     progress.leave(10.0)
     next_look = now + progress.next_look_s(now)
     progress.enter(2, "allreduce.loss", 10.0 + after_s)
@@ -64,35 +64,37 @@ def test_a_waiting_worker_reports_the_progress_of_its_gpu():
         asked.append(True)
         return [counts]
 
-    assert progress.tell(9.0, gpu) == [] and not asked
+    assert progress.due_messages(9.0, gpu) == [] and not asked
     progress.enter(2, "gradients", 10.0)
-    assert progress.tell(10.9, gpu) == [] and not asked
-    (said,) = progress.tell(11.2, gpu)
+    assert progress.due_messages(10.9, gpu) == [] and not asked
+    (said,) = progress.due_messages(11.2, gpu)
     assert isinstance(said, protocol.Progress) and said.gpu == [counts]
-    assert progress.tell(12.2, gpu) == [] and len(asked) == 2  # queried, though not reported
+    assert (
+        progress.due_messages(12.2, gpu) == [] and len(asked) == 2
+    )  # queried, though not reported
     progress.leave(13.0)
-    (said,) = progress.tell(13.0, gpu)
+    (said,) = progress.due_messages(13.0, gpu)
     assert isinstance(said, protocol.Progress) and said.gpu == [] and len(asked) == 2
 
 
 def test_a_waiting_worker_reports_its_line():
     progress = ProgressCounter()
     progress.enter(2, "gradients", 10.0, thread=7)
-    (said,) = progress.tell(11.2, line=lambda thread: f"train.py:{thread}")
+    (said,) = progress.due_messages(11.2, line=lambda thread: f"train.py:{thread}")
     assert isinstance(said, protocol.Progress) and said.line == "train.py:7"
     progress.leave(12.0)
-    (said,) = progress.tell(12.0, line=lambda thread: f"train.py:{thread}")
+    (said,) = progress.due_messages(12.0, line=lambda thread: f"train.py:{thread}")
     assert isinstance(said, protocol.Progress) and said.line == ""
 
 
 def test_awaited_ranks_are_forgotten_when_the_wait_ends():
     progress = ProgressCounter()
-    progress.told(2, 1, "train.py:40")  # no worker waits yet
+    progress.add_awaited(2, 1, "train.py:40")  # no worker waits yet
     progress.enter(2, "allreduce.loss", 10.0)
     assert progress.awaited() == {}
-    progress.told(1, 3, "old.py:1")  # of another generation
-    progress.told(2, 1, "train.py:40")
-    progress.told(2, 0, "train.py:50")
+    progress.add_awaited(1, 3, "old.py:1")  # of another generation
+    progress.add_awaited(2, 1, "train.py:40")
+    progress.add_awaited(2, 0, "train.py:50")
     assert progress.awaited() == {0: "train.py:50", 1: "train.py:40"}
     progress.leave(16.0)
     progress.enter(2, "gradients", 16.0)
@@ -222,16 +224,16 @@ def test_collective_that_only_the_gpu_waits_for_is_reported_like_a_wait():
     progress = ProgressCounter()
     progress.enter(2, "reduce_scatter", 9.0)
     progress.leave(9.0)
-    assert progress.tell(10.5, followed_since=lambda: 9.9) == []
-    (said,) = progress.tell(11.0, followed_since=lambda: 9.9)
+    assert progress.due_messages(10.5, followed_since=lambda: 9.9) == []
+    (said,) = progress.due_messages(11.0, followed_since=lambda: 9.9)
     assert isinstance(said, protocol.Progress)
     assert said.inside == ON_GPU and said.waited_s == pytest.approx(1.1) and said.entered == 1
-    (over,) = progress.tell(12.0, followed_since=lambda: None)
+    (over,) = progress.due_messages(12.0, followed_since=lambda: None)
     assert isinstance(over, protocol.Progress) and over.inside == ""
 
 
 def test_the_wait_of_the_training_thread_is_reported_before_that_of_the_gpu():
     progress = ProgressCounter()
     progress.enter(2, "allreduce.loss", 10.0)
-    (said,) = progress.tell(11.5, followed_since=lambda: 1.0)
+    (said,) = progress.due_messages(11.5, followed_since=lambda: 1.0)
     assert isinstance(said, protocol.Progress) and said.inside == "allreduce.loss"
