@@ -14,7 +14,7 @@ from pathlib import Path
 from elastic.chaos.exact import digests
 from elastic.chaos.harness.journal_tail import JobProgress
 from elastic.chaos.inject import command as faults
-from elastic.chaos.inject.faulty_job import Job, say, under_fire
+from elastic.chaos.inject.faulty_job import Job, print_line, under_fire
 from elastic.chaos.inject.plan import Chance, Plan
 from elastic.checkpoints.options import DIR
 from elastic.driver.events import EndJob
@@ -130,15 +130,15 @@ def main(options: argparse.Namespace) -> int:
 def _print_faults(plan: Plan) -> None:
     chance = plan.chance
     assert isinstance(chance, Chance)
-    say(f"random faults are drawn with --seed {chance.seed}")
+    print_line(f"random faults are drawn with --seed {chance.seed}")
 
 
 def _run(job: Job, plan: Plan, how: str) -> tuple[int, int]:
     """Run the job under the plan. Return its exit code and the number of injected faults."""
-    say(f"the job started {how}: {' '.join(job.words)}")
+    print_line(f"the job started {how}: {' '.join(job.words)}")
     job.journal.parent.mkdir(parents=True, exist_ok=True)
     done = under_fire(job, plan, digests=False, env=ASKED, each_turn=_check_steps)
-    say(f"the job ended with exit code {done.code} after {len(done.injected)} faults")
+    print_line(f"the job ended with exit code {done.code} after {len(done.injected)} faults")
     return done.code, len(done.injected)
 
 

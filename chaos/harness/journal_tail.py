@@ -26,14 +26,14 @@ _decode = msgspec.json.Decoder().decode
 Json = dict[str, Any]
 
 
-class Heard(Protocol):
+class JournalState(Protocol):
     """Interface of objects that are updated with the entries of a journal."""
 
-    def hear(self, entry: Json) -> None:
+    def update(self, entry: Json) -> None:
         """Update the state with the next journal entry that contains an event."""
 
 
-S = TypeVar("S", bound=Heard)
+S = TypeVar("S", bound=JournalState)
 
 
 class JobProgress(ViewReader):
@@ -59,7 +59,7 @@ class JobProgress(ViewReader):
         self._newest = Commit(0, 0)
         self.view.follow(self)
 
-    def hear(self, entry: Json) -> None:
+    def update(self, entry: Json) -> None:
         read = entry_of(entry)
         self.view.note(read.event, read.actions, read.at)
 
@@ -152,10 +152,10 @@ class JournalTail(Generic[S]):
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 self._offset += len(line) + 1
-                self._hear(line)
+                self._apply(line)
 
-    def _hear(self, line: bytes) -> None:
+    def _apply(self, line: bytes) -> None:
         with contextlib.suppress(msgspec.MsgspecError):
             entry = _decode(line)
             if isinstance(entry, dict) and entry.get("event"):
-                self.story.hear(entry)
+                self.story.update(entry)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from elastic.chaos.inject import network, tables
 from elastic.chaos.inject.bit_flips import RULES
-from elastic.chaos.inject.faulty_job import FaultyJob, Job, say, under_fire
+from elastic.chaos.inject.faulty_job import FaultyJob, Job, print_line, under_fire
 from elastic.chaos.inject.injection import RUN_S
 from elastic.chaos.inject.plan import (
     FLIPPED,
@@ -105,7 +105,7 @@ def main(options: argparse.Namespace) -> int:
         print("\n".join(dry_run(plan, job)))
         return 0
     if plan.chance is not None:
-        say(f"random faults are drawn with --seed {plan.chance.seed}")
+        print_line(f"random faults are drawn with --seed {plan.chance.seed}")
     faulty_job = under_fire(job, plan, digests=digests)
     # the job failed at its start, and elasticrun has printed the reason
     if not job.journal.stat().st_size:
@@ -118,7 +118,7 @@ def main(options: argparse.Namespace) -> int:
         try:
             write_json(found, job, plan, options.json)
         except OSError as error:
-            say(f"cannot write --json {options.json}: {error.strerror}")
+            print_line(f"cannot write --json {options.json}: {error.strerror}")
             return found.exit_code or 1
     return found.exit_code
 

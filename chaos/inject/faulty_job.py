@@ -60,7 +60,7 @@ class FaultyJob:
     missed: list[str] = field(default_factory=list)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a message of `chaos run` on its own line in the job's output."""
     print(f"chaos   | {time.strftime('%H:%M:%S')} | {text}", file=sys.stderr, flush=True)
 
@@ -101,7 +101,7 @@ def under_fire(
         raise Invalid(
             f"the program {job.words[0]} can't be started: {error.strerror}. Pass an executable after --"
         ) from None
-    fire = _Fire(plan, Injector(mark, say, flips))
+    fire = _Fire(plan, Injector(mark, print_line, flips))
     follower = JournalTail(job.journal, JobProgress())
     try:
         with _stopping(process) as stop:
@@ -122,7 +122,7 @@ def under_fire(
     code = process.returncode
     never = fire.schedule.left()
     for fault in never:
-        say(f"not injected: {fault}")
+        print_line(f"not injected: {fault}")
     return FaultyJob(
         job,
         code if code >= 0 else 128 - code,
@@ -193,7 +193,7 @@ class _Fire:
                 hit = True
             except (NotOurs, OSError) as error:
                 why = str(error)
-                say(f"could not {fault.what()}: {error}")
+                print_line(f"could not {fault.what()}: {error}")
         if victims and not hit and not fault.drawn:
             self.failed.append(f"not injected: {fault}: {why}")
 

@@ -70,13 +70,13 @@ class _Lasting:
 
 
 class Injector:
-    """Injector of faults. Reports each fault through ``say``.
+    """Injector of faults. Reports each fault through ``log``.
 
     Call `turn` at the time that `next_at` returns. `close` ends all lasting faults, and is idempotent.
     """
 
     def __init__(
-        self, mark: str, say: Callable[[str], None], flips: BitFlips | None = None
+        self, mark: str, log: Callable[[str], None], flips: BitFlips | None = None
     ) -> None:
         """Create an injector.
 
@@ -89,7 +89,7 @@ class Injector:
         self._flips = flips
         self._spoilt: list[tuple[Injected, CorruptedFile]] = []
         self._mark = f"{MARK}={mark}"
-        self._say = say
+        self._log = log
         self._lasting: list[_Lasting] = []
 
     def inject(
@@ -127,7 +127,7 @@ class Injector:
         self.done.append(injected)
         rank, size = place
         note = f", {injected.note}" if injected.note else ""
-        self._say(f"{injected.what}: {worker}, rank {rank} of {size} (process {process.pid}){note}")
+        self._log(f"{injected.what}: {worker}, rank {rank} of {size} (process {process.pid}){note}")
         if all(each.process is not process for each in self._lasting):
             process.close()
 
@@ -253,7 +253,7 @@ class Injector:
         each.close()
         each.process.close()
         if alive:
-            self._say(f"the {each.injected.kind} of {each.injected.worker} has ended")
+            self._log(f"the {each.injected.kind} of {each.injected.worker} has ended")
 
     def _hold(self, worker: Worker, pid: int) -> _Process:
         try:

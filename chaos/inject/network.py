@@ -160,7 +160,7 @@ class PacketFilter:
             start_new_session=True,  # Ctrl-C must reach only this process, not nft.
         )
         try:
-            self._tell([f"add table {self.table} {{ flags owner; }}", *self._rules()])
+            self._write([f"add table {self.table} {{ flags owner; }}", *self._rules()])
             self._check()
         except OSError:
             self.close()
@@ -172,7 +172,7 @@ class PacketFilter:
         new = sorted(elements - self._known)
         self._known |= elements
         if new:
-            self._tell([f"add element {self.table} {text}" for text in new])
+            self._write([f"add element {self.table} {text}" for text in new])
 
     def close(self) -> None:
         """Stop dropping packets. Idempotent."""
@@ -205,7 +205,7 @@ class PacketFilter:
             lines.append(f"add rule {self.table} {hook} tcp dport @doors drop")
         return lines
 
-    def _tell(self, lines: Iterable[str]) -> None:
+    def _write(self, lines: Iterable[str]) -> None:
         assert self._nft.stdin is not None
         self._nft.stdin.write("".join(f"{line}\n" for line in lines))
         self._nft.stdin.flush()

@@ -204,8 +204,8 @@ class Invariants:
             return
         if isinstance(event, BandwidthMeasured) and self.job.measuring == (event.host, event.peer):
             self.job.bandwidth[event.host], self.job.measuring = event, None
-        self._workers.heard(event)
-        self._shards.heard(event)
+        self._workers.observe(event)
+        self._shards.observe(event)
         let_go = {a.worker for a in answer if isinstance(a, LetGo | RejectWorker)}
         self._job_end.finishes = any(isinstance(action, FinishWorld) for action in answer)
         for action in answer:

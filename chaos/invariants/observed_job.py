@@ -31,9 +31,9 @@ class LiveWorker:
     first: int = 0  # first generation in which the worker had a place
     placed: int = 0  # newest generation in which the worker had a place
     before: int = 0  # generation before `placed` in which the worker had a place
-    said: int = 0  # newest generation in the worker's reports
+    reported: int = 0  # newest generation in the worker's reports
     # newest generation in the worker's reports through its first connection
-    said_at_first: int = 0
+    reported_at_first: int = 0
     resumed: int = 0
     readies: int = 0  # sequence number of the worker's latest Ready message
     # whether the worker's connection was replaced, so messages may arrive repeatedly or in another order
@@ -116,8 +116,8 @@ class ObservedJob:
         self.end: EndJob | None = None
 
     def broken(self, invariant: str, what: str) -> NoReturn:
-        said = f"at {self.now:.3f}, {describe(self.event)}" if self.event else "the last"
-        raise BrokenInvariant(f"{invariant}: {what} (line {self.line}, {said})")
+        event = f"at {self.now:.3f}, {describe(self.event)}" if self.event else "the last"
+        raise BrokenInvariant(f"{invariant}: {what} (line {self.line}, {event})")
 
     def must(self, holds: bool, invariant: str, what: str) -> None:
         if not holds:

@@ -76,7 +76,7 @@ class ShardRecords:
         self._held: dict[Worker, tuple[int, ShardsHeld]] = {}
         self._worlds: dict[int, ShardedWorld] = {}
 
-    def heard(self, event: events.Event) -> None:
+    def observe(self, event: events.Event) -> None:
         """Check a worker's report about its shards."""
         match event:
             case events.WorkerReady(worker, generation, shards=ShardsHeld() as shards):

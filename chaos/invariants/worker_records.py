@@ -23,7 +23,7 @@ class WorkerRecords:
 
     # ---- starts and exits ------------------------------------------------------------------------------------------
 
-    def heard(self, event: events.Event) -> None:
+    def observe(self, event: events.Event) -> None:
         match event:
             case events.HostsChanged(hosts):
                 self.job.hosts = hosts
@@ -137,7 +137,7 @@ class WorkerRecords:
             return  # outdated: a newer Ready message of this worker was already processed
         generation: int | None = getattr(event, "generation", None)
         if isinstance(event, events.WorkerReconnected) and not known.reconnected:
-            known.said_at_first = known.said
+            known.reported_at_first = known.reported
         if generation is not None:
             self._speaks_of(worker, known, generation)
         match event:
@@ -208,15 +208,15 @@ class WorkerRecords:
         places = sorted({known.before, known.placed})
         # Messages of one connection arrive in order. Only a message from a lost connection, or from before the worker's
         # first world, may be late.
-        was_there = known.first <= generation or not (generation or known.said_at_first)
+        was_there = known.first <= generation or not (generation or known.reported_at_first)
         late = known.reconnected and was_there and generation < known.placed
         if generation not in places and not late:
             what = f"{worker} reports generation {generation}, expected one of {places}, its own"
             self.job.broken("NO MIXING", what)
-        if generation < known.said and not known.reconnected:
-            what = f"{worker} reports generation {generation} after {known.said}"
+        if generation < known.reported and not known.reconnected:
+            what = f"{worker} reports generation {generation} after {known.reported}"
             self.job.broken("NO MIXING", what)
-        known.said = max(generation, known.said)
+        known.reported = max(generation, known.reported)
 
     def _ready(self, worker: Worker, known: LiveWorker, event: events.WorkerReady) -> None:
         known.readies = event.number

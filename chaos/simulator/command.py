@@ -102,7 +102,7 @@ def main(options: argparse.Namespace) -> int:
             failed += 1
             _failed(simulation, wrong, options)
         elif options.seeds == 1:
-            _tell(simulation, outcome, options)
+            _print_outcome(simulation, outcome, options)
     if options.seeds > 1:
         outcomes["failed"] = failed
         text = ", ".join(f"{count} {what}" for what, count in outcomes.items())
@@ -144,7 +144,7 @@ def _refuse_what_cannot_run(options: argparse.Namespace) -> None:
         )
 
 
-def _tell(simulation: Simulation, outcome: Outcome, options: argparse.Namespace) -> None:
+def _print_outcome(simulation: Simulation, outcome: Outcome, options: argparse.Namespace) -> None:
     print(simulation.story())
     how = "success" if outcome.code == 0 else f"exit code {outcome.code}"
     print(

@@ -119,18 +119,18 @@ def regroup(workers: int) -> Cost:
     sim.clock.run(1e6, over=lambda: _trains(sim, workers))
     generation = driver.membership.generation
     spent = 0.0
-    heard = 0
+    handled = 0
     handle = driver.membership.handle
     deadline = driver.membership.next_deadline
 
     def timed_handle(*args, **kwargs):  # type: ignore[no-untyped-def]
-        nonlocal spent, heard
+        nonlocal spent, handled
         began = time.process_time()
         try:
             return handle(*args, **kwargs)
         finally:
             spent += time.process_time() - began
-            heard += 1
+            handled += 1
 
     def timed_deadline() -> float | None:
         nonlocal spent
@@ -148,7 +148,7 @@ def regroup(workers: int) -> Cost:
     sim.clock.run(1e6, over=lambda: driver.membership.generation > generation)
     published_at = sim.clock.now
     sim.clock.run(published_at + 0.5)
-    return Cost(workers, spent * 1e3, heard, sim.network.messages - before, published_at - at)
+    return Cost(workers, spent * 1e3, handled, sim.network.messages - before, published_at - at)
 
 
 def _trains(sim: Simulation, workers: int) -> bool:

@@ -55,7 +55,7 @@ class SimulatedAgent:
         self._watching = False
         # messages that were received while the agent was frozen
         self._mail: list[messages.AgentMessage] = []
-        self._told_frozen: set[Worker] = set()
+        self._reported_frozen: set[Worker] = set()
 
     def _new_link(self) -> SimulatedLink:
         return SimulatedLink(
@@ -71,13 +71,13 @@ class SimulatedAgent:
 
     def _attached(self) -> None:
         exits = [*self._exits.values()]
-        self.say(messages.Registered(0, "", [], [*self.processes], exits, notice=self.notice))
+        self.send(messages.Registered(0, "", [], [*self.processes], exits, notice=self.notice))
         for checked in self._checked.values():
-            self.say(messages.Seen(checked))
-        for worker in self._told_frozen:
-            self.say(messages.Seen(WorkerFrozen(worker, "stopped")))
+            self.send(messages.Seen(checked))
+        for worker in self._reported_frozen:
+            self.send(messages.Seen(WorkerFrozen(worker, "stopped")))
 
-    def say(self, message: messages.AgentMessage) -> None:
+    def send(self, message: messages.AgentMessage) -> None:
         self.link.send(self.sim.driver.agent_message, self.identity, message)
 
     def beat(self) -> None:
@@ -121,13 +121,13 @@ class SimulatedAgent:
                     found = self.processes.get(worker)
                     if found is not None:
                         state = "T" if found.frozen else "S"
-                        self.say(
+                        self.send(
                             messages.Seen(WorkerProbed(worker, found.reports.cpu_s(), 0, state))
                         )
             case messages.ServeBandwidth(caller):
                 address = None if clock.chance(0.05) else Address("10.0.0.1", 1)
                 trouble = "" if address else "out of ports"
-                self.say(messages.BandwidthServed(caller, address, trouble))
+                self.send(messages.BandwidthServed(caller, address, trouble))
             case messages.CallForBandwidth(peer):
                 event = BandwidthMeasured(self.host, peer, *self._bandwidth())
                 clock.after(clock.random.choice((0.2, 0.2, 3.0)), self._found_bandwidth, event)
@@ -159,7 +159,7 @@ class SimulatedAgent:
             self.sim.clock.after(SAMPLE_S, self._ends_check, event)
         elif self.alive and event.worker in self.processes:
             self._checked[event.worker] = event
-            self.say(messages.Seen(event))
+            self.send(messages.Seen(event))
 
     def _bandwidth(self) -> tuple[float, float]:
         """Return the bytes per second sent and received. Some hosts are slow until the phase with faults has ended."""
@@ -172,7 +172,7 @@ class SimulatedAgent:
 
     def _found_bandwidth(self, event: BandwidthMeasured) -> None:
         if self.alive and not self.frozen:
-            self.say(messages.BandwidthFound(event))
+            self.send(messages.BandwidthFound(event))
 
     def kill(self, worker: Worker) -> None:
         """Kill the process with SIGKILL. This also ends frozen processes."""
@@ -188,7 +188,7 @@ class SimulatedAgent:
         self.sim.processes.pop(worker, None)
         self._leases.drop(worker)
         self._checked.pop(worker, None)
-        self._told_frozen.discard(worker)
+        self._reported_frozen.discard(worker)
         if self.alive:
             event = WorkerExited(worker, code)
             self.sim.clock.after(self.sim.clock.between(0.0, 0.02), self._exited, event)
@@ -198,7 +198,7 @@ class SimulatedAgent:
             self.sim.clock.after(SAMPLE_S, self._exited, event)
         elif self.alive:
             self._exits[event.worker] = event
-            self.say(messages.Seen(event))
+            self.send(messages.Seen(event))
 
     def watch(self) -> None:
         """Start sampling whether the workers can run.
@@ -222,12 +222,14 @@ class SimulatedAgent:
                 if worker not in self._leases:
                     self._leases.grant(worker, now)
                 elif not process.frozen and self._leases.renew(worker, now):
-                    self._told_frozen.discard(worker)
-                    self.say(messages.Seen(WorkerThawed(worker)))
+                    self._reported_frozen.discard(worker)
+                    self.send(messages.Seen(WorkerThawed(worker)))
             for worker in self._leases.expired(now):
-                self._told_frozen.add(worker)
-                self.say(messages.Seen(WorkerFrozen(worker, "stopped")))
-        self._watching = bool(self._told_frozen) or any(p.frozen for p in self.processes.values())
+                self._reported_frozen.add(worker)
+                self.send(messages.Seen(WorkerFrozen(worker, "stopped")))
+        self._watching = bool(self._reported_frozen) or any(
+            p.frozen for p in self.processes.values()
+        )
         if self._watching:
             self.sim.clock.after(SAMPLE_S, self._sample)
 
@@ -245,7 +247,7 @@ class SimulatedAgent:
         if notice is not None and notice.within_s is not None:
             self._ends_at = self.sim.clock.now + notice.within_s
         if self.alive:
-            self.say(messages.Announced(notice))
+            self.send(messages.Announced(notice))
 
     # ---- faults ----------------------------------------------------------------------------------------------------
 
@@ -259,7 +261,7 @@ class SimulatedAgent:
         for process in list(self.processes.values()):
             process.die(-9)
         self._leases = LivenessTimeouts(self.sim.settings.lease_s)
-        self._told_frozen.clear()
+        self._reported_frozen.clear()
         # a lost machine does not close its connections
         if self.link.connection is not None and not self.lost:
             self.link.connection.break_off()

@@ -77,11 +77,11 @@ class SimulatedDriver:
 
     # ---- its loop --------------------------------------------------------------------------------------------------
 
-    def hear(self, event: events.Event) -> None:
+    def handle(self, event: events.Event) -> None:
         if not self.up or self._dies():
             return
         if self.paused:
-            self._backlog.append(partial(self.hear, event))
+            self._backlog.append(partial(self.handle, event))
             return
         if not self.sim.weather.busy_s:
             self._perform(self._decide(event))
@@ -165,7 +165,7 @@ class SimulatedDriver:
             return
         deadline = self.decisions.next_deadline()
         if deadline is not None and deadline <= self.sim.clock.now:
-            self.hear(events.TimePassed())
+            self.handle(events.TimePassed())
         if not self.paused:
             self._arm()
 
@@ -250,9 +250,9 @@ class SimulatedDriver:
         connection.worker = worker
         self._workers[worker] = connection
 
-    def heard(self, connection: Connection, worker: Worker, message: Message) -> None:
+    def receive(self, connection: Connection, worker: Worker, message: Message) -> None:
         """Handle a worker's message, which may come from its current connection or from a lost one."""
-        self.hear(event_of(worker, message))
+        self.handle(event_of(worker, message))
 
     def lost(self, connection: Connection, silent: bool) -> None:
         if not self.up:
@@ -262,7 +262,7 @@ class SimulatedDriver:
             if self._workers.get(worker) is not connection:
                 return  # a newer connection of the worker has already replaced this one
             del self._workers[worker]
-            self.hear(events.WorkerDisconnected(worker, silent))
+            self.handle(events.WorkerDisconnected(worker, silent))
             return
         for agent, present in self._agents.items():
             if present is connection:
@@ -289,7 +289,7 @@ class SimulatedDriver:
         """Handle a new list of hosts from discovery."""
         event = events.HostsChanged(dict(hosts), self.sim.fixed_hosts)
         self._meet(event)
-        self.hear(event)
+        self.handle(event)
 
     def agent_called(self, connection: Connection, agent: AgentId) -> None:
         """Accept a connection of an agent. If the agent already has an open connection, the new one replaces it."""
@@ -306,12 +306,12 @@ class SimulatedDriver:
         match message:
             case Registered(exits=exits):
                 for event in exits:
-                    self._last_words(event)
+                    self._final_messages(event)
             case Seen(events.WorkerExited() as event):
-                self._last_words(event)
+                self._final_messages(event)
         self._meet(pool_events.AgentMessageReceived(agent, message))
 
-    def _last_words(self, event: events.WorkerExited) -> None:
+    def _final_messages(self, event: events.WorkerExited) -> None:
         mine = self._workers.pop(event.worker, None)
         if mine is not None and not self.sim.clock.chance(self.sim.weather.early_exits):
             mine.flush(INWARD)
@@ -336,11 +336,11 @@ class SimulatedDriver:
                     for message in messages:
                         self._send_to_agent(agent, message)
             case pool_events.PostToDriver(event):
-                self.hear(event)
+                self.handle(event)
             case pool_events.DisconnectAgent(agent):
                 connection = self._agents.pop(agent, None)
                 if connection is not None:
-                    connection.break_off(tell_driver=False)
+                    connection.break_off(notify_driver=False)
                     self._meet(pool_events.AgentDisconnected(agent, False))
             case pool_events.StartAgent(host):
                 takes_s = self.sim.clock.between(*AGENT_STARTS_S)
@@ -398,7 +398,7 @@ class SimulatedDriver:
         self.leaves = False
         self.pool = self._new_pool()
         self._meet(pool_events.DriverReady())
-        self.hear(events.DriverRestarted())
+        self.handle(events.DriverRestarted())
         self.listed(self.sim.listed)
 
     def pause(self) -> None:
@@ -409,8 +409,8 @@ class SimulatedDriver:
             return
         self.paused = False
         backlog, self._backlog = self._backlog, []
-        for hear in backlog:
-            hear()
+        for handle in backlog:
+            handle()
         self._ring(self._alarm) if self._alarm is not None else self._arm()
         if self._pool_alarm is not None:
             self._ring_pool(self._pool_alarm)

@@ -210,7 +210,7 @@ def spoil_all(sim: SimulatedJob) -> None:
     sim.note(f"a bit flip in the memory of {process.worker} corrupted all replicas")
     commit = process.recovery.newest
     spoilt = ReplicasSpoilt(generation, commit, [process.worker], 2)
-    driver.hear(spoilt)
+    driver.handle(spoilt)
     if driver.entries[-1].event == spoilt:
         # Corrupt the states only if the driver has recorded the report instead of crashing.
         for each in members:
@@ -374,21 +374,21 @@ def scale(sim: SimulatedJob) -> None:
     """Request a random number of workers, which may be invalid."""
     workers = sim.clock.random.randint(1, sim.workers + 2)
     sim.note(f"scaled to {workers} workers")
-    sim.driver.hear(ScaleRequested(0, workers))
+    sim.driver.handle(ScaleRequested(0, workers))
 
 
 def drain(sim: SimulatedJob) -> None:
     """Drain a host, or undo a drain."""
     host, off = sim.clock.random.choice([*sim.hosts, "unknown"]), sim.clock.chance(0.3)
     sim.note(f"host {host} {'no longer ' if off else ''}drained")
-    sim.driver.hear(DrainRequested(0, host, off))
+    sim.driver.handle(DrainRequested(0, host, off))
 
 
 def remove(sim: SimulatedJob) -> None:
     process = _one(sim)
     if process is not None:
         sim.note(f"{process.worker} removed")
-        sim.driver.hear(RemoveRequested(0, process.worker))
+        sim.driver.handle(RemoveRequested(0, process.worker))
 
 
 # ---- the driver ------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class SimulatedNetwork:
         """Close all connections of a driver that has exited, including pending ones."""
         for connections in list(self._of.values()):
             for connection in list(connections):
-                connection.break_off(tell_driver=False)
+                connection.break_off(notify_driver=False)
 
     def cut(self, host: str, *ways: int) -> None:
         self.cuts.update((host, way) for way in ways)
@@ -198,7 +198,7 @@ class Connection:
         self.network.drop(self)
         self.network.driver.lost(self, False)
 
-    def break_off(self, *, silent: bool = False, tell_driver: bool = True) -> None:
+    def break_off(self, *, silent: bool = False, notify_driver: bool = True) -> None:
         """Break the connection and lose the last messages in flight."""
         self.network.drop(self)
         if self.over and not silent:
@@ -212,13 +212,15 @@ class Connection:
             for number, deliver, args in self._held[way]:
                 if number > self._limit[way] and clock.chance(self.network.conditions.ghosts):
                     clock.after(clock.between(0.0, GHOST_S), deliver, self, *args)
-        if tell_driver:
+        if notify_driver:
             clock.at(
-                max(clock.now + clock.between(0.0, 0.05), self._ahead[INWARD]), self._tell, silent
+                max(clock.now + clock.between(0.0, 0.05), self._ahead[INWARD]),
+                self._notify_driver,
+                silent,
             )
         clock.after(clock.between(0.0, 0.05), self._lost, self)
 
-    def _tell(self, silent: bool) -> None:
+    def _notify_driver(self, silent: bool) -> None:
         self.network.driver.lost(self, silent)
 
 

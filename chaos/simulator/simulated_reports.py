@@ -24,7 +24,7 @@ class Reporter(Protocol):
     inside: Collective | None
     entered: int
 
-    def say(self, message: Message) -> None: ...
+    def send(self, message: Message) -> None: ...
 
 
 class SimulatedReports:
@@ -36,7 +36,7 @@ class SimulatedReports:
         self.phase = ""  # name of the current phase that the script has marked as long, or empty
         self._sim = sim
         self._worker = worker
-        self._said_at = 0.0  # time at which a wait was last reported
+        self._reported_at = 0.0  # time at which a wait was last reported
         self._cpu_s = 0.0
         self._looked_at = sim.clock.now
         # current measurement of the pace: start time, number of collectives, and seconds spent in them
@@ -57,10 +57,10 @@ class SimulatedReports:
             return
         rank = worker.recovery.place.rank
         # Repeat the report only on GPUs, because their state may have changed.
-        due = self._sim.training.on_gpus and now - self._said_at >= REPEAT_S
-        if rank not in collective.told or due:
-            collective.told.add(rank)
-            self._said_at = now
+        due = self._sim.training.on_gpus and now - self._reported_at >= REPEAT_S
+        if rank not in collective.reported or due:
+            collective.reported.add(rank)
+            self._reported_at = now
             self.progress(collective)
 
     def progress(self, collective: Collective | None) -> None:
@@ -70,12 +70,12 @@ class SimulatedReports:
             waited_s = self._sim.clock.now - collective.since[worker.recovery.place.rank]
         where = worker.recovery.generation, worker.entered, inside
         gpu = [] if collective is None else self._sim.training.launches(worker, collective)
-        worker.say(messages.Progress(*where, waited_s, self.phase, gpu))
+        worker.send(messages.Progress(*where, waited_s, self.phase, gpu))
 
     def reconnected(self) -> None:
         """Repeat the last report, which may have been lost with the previous connection."""
         inside = self._worker.inside
-        if inside is not None and self._worker.recovery.place.rank in inside.told:
+        if inside is not None and self._worker.recovery.place.rank in inside.reported:
             self.progress(inside)
         elif self.phase:
             self.progress(None)
@@ -90,7 +90,7 @@ class SimulatedReports:
         number = samples[0] // length if samples else 0
         of_epoch = [sample % length for sample in samples]
         digest = state.history & 0xFFFFFFFF
-        self._worker.say(messages.Digested(generation, commit, digest, 0, of_epoch, number))
+        self._worker.send(messages.Digested(generation, commit, digest, 0, of_epoch, number))
 
     def begin_pace(self) -> None:
         self._paced = (self._sim.clock.now, 0, 0.0)
@@ -99,7 +99,7 @@ class SimulatedReports:
         """Record the end of a collective that was entered at ``began``."""
         since, collectives, waited_s = self._paced
         self._paced = (since, collectives + 1, waited_s + self._sim.clock.now - began)
-        if self._worker.recovery.place.rank in collective.told:
+        if self._worker.recovery.place.rank in collective.reported:
             self.progress(None)
 
     def pace(self) -> None:
@@ -109,4 +109,4 @@ class SimulatedReports:
         if over_s >= (LARGE_PACE_S if self._sim.step_s else PACE_S):
             self.begin_pace()
             generation = self._worker.recovery.generation
-            self._worker.say(messages.Pace(generation, collectives, waited_s, over_s))
+            self._worker.send(messages.Pace(generation, collectives, waited_s, over_s))

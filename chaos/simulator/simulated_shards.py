@@ -197,7 +197,7 @@ class ShardedWorker(SimulatedWorker):
         self._job.sealed(transfer.steps, self._members())
         self.recovery.seal(shard_reports.as_commit(commit))
         if self.recovery.place.rank == 0 and self._count % SPENT_EVERY == 0:
-            self.say(
+            self.send(
                 messages.TimeSpent(
                     commit.generation, messages.Times(), "training", sealed=self.recovery.sealed
                 )
@@ -246,8 +246,8 @@ class ShardedWorker(SimulatedWorker):
         self._stop_mirroring()
         self._exchanges = self._count = 0
         rank, size = self.recovery.place.rank, self.recovery.place.size
-        told = yield from self._exchange("shards meet", self._cycle.inventory())
-        whole = self._newest_whole(told)
+        inventories = yield from self._exchange("shards meet", self._cycle.inventory())
+        whole = self._newest_whole(inventories)
         base = None if whole is None else self._cycle.adopt(whole.commit)
         mine = None if base is None else (self._memory[base], self._kept[base])
         banks = yield from self._exchange("shards travel", mine)
@@ -258,7 +258,7 @@ class ShardedWorker(SimulatedWorker):
             raise ShardLost(
                 [
                     (each.shard, each.shards, each.hosts)
-                    for each in shard_inventory.lost_shards(told)
+                    for each in shard_inventory.lost_shards(inventories)
                 ]
             )
         hosts, shards = [each.host for each in self._members()], self._job.shards(size)
@@ -289,8 +289,8 @@ class ShardedWorker(SimulatedWorker):
         yield from self._copy()
         yield from self._seal()
 
-    def _newest_whole(self, told: list[Inventory]) -> WholeCommit | None:
-        return shard_inventory.newest_whole(told)
+    def _newest_whole(self, inventories: list[Inventory]) -> WholeCommit | None:
+        return shard_inventory.newest_whole(inventories)
 
     def _plan(
         self, whole: WholeCommit, order: list[int], hosts: list[str], shards: int

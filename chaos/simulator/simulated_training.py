@@ -59,7 +59,7 @@ class Collective:
     """
 
     __slots__ = (
-        "brought", "came", "done", "key", "ranks", "samples", "sent", "since", "told", "values",
+        "brought", "came", "done", "key", "ranks", "reported", "samples", "sent", "since", "values",
         "wrong",
     )  # fmt: skip
 
@@ -72,7 +72,7 @@ class Collective:
         self.sent = State(0, 0)  # state that the lowest rank sends
         self.done: set[int] = set()
         self.since: dict[int, float] = {}
-        self.told: set[int] = set()  # ranks that have reported their wait
+        self.reported: set[int] = set()  # ranks that have reported their wait
         # values that each rank of a sharded state sends to all ranks
         self.values: dict[int, Any] = {}
         self.wrong: frozenset[Worker] = frozenset()  # workers with wrong gradients

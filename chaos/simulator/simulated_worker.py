@@ -83,7 +83,7 @@ class SimulatedWorker:
         self.older: KeptCommits[State] = KeptCommits()
         self.inside: Collective | None = None
         self.entered = 0  # number of collectives entered in this generation
-        self._said_hello = False
+        self._hello_sent = False
         self._welcomed = False
         # messages that were received while the worker was frozen
         self._unread: list[tuple[Connection, Message]] = []
@@ -183,9 +183,9 @@ class SimulatedWorker:
 
     def _opened(self, connection: Connection) -> None:
         self.sim.driver.accept(connection, self.worker)
-        if not self._said_hello:
-            self._said_hello = True
-            self.say(messages.Hello(self.worker, 1))
+        if not self._hello_sent:
+            self._hello_sent = True
+            self.send(messages.Hello(self.worker, 1))
         else:
             self.perform(self.recovery.reconnected())
             self.reports.reconnected()
@@ -195,15 +195,15 @@ class SimulatedWorker:
         self._welcomed = True
         self.poke()
 
-    def say(self, message: Message) -> None:
-        self.link.send(self.sim.driver.heard, self.worker, message)
+    def send(self, message: Message) -> None:
+        self.link.send(self.sim.driver.receive, self.worker, message)
 
     def receive(self, connection: Connection, message: Message) -> None:
         """Handle a message in the link thread."""
         if self.frozen:
             self._unread.append((connection, message))
         elif self.alive and isinstance(message, messages.Locate):
-            self.say(messages.Located(self.recovery.generation, ""))
+            self.send(messages.Located(self.recovery.generation, ""))
         elif self.alive:
             self._welcomed |= not isinstance(message, messages.Broken)
             self.perform(self.recovery.receive(message))
@@ -217,7 +217,7 @@ class SimulatedWorker:
         for action in actions:
             match action:
                 case Send(message):
-                    self.say(message)
+                    self.send(message)
                 case AbortGroups(generation):
                     self.sim.training.peers_lose(self, generation)
 
@@ -449,7 +449,7 @@ class SimulatedWorker:
                 sorted({*right}),
                 complete=self.sim.verify >= 1.0,
             )
-            self.say(evidence)
+            self.send(evidence)
         if culprits:
             self._fail(self.recovery.generation)
         if any(result.right is None for result in found.values()):

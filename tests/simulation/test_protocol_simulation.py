@@ -471,7 +471,7 @@ def test_scale_and_drain_requests_break_no_world_and_kill_no_worker():
         (30.0, events.DrainRequested(3, "h0")),
         (40.0, events.DrainRequested(4, "h0", True)),
     ):
-        sim.clock.at(at, sim.driver.hear, event)
+        sim.clock.at(at, sim.driver.handle, event)
     outcome = sim.run()
     assert outcome.code == 0
     actions = [action for entry in sim.driver.entries for action in entry.actions]
@@ -486,8 +486,8 @@ def test_a_larger_job_starts_no_more_newcomers_at_once_than_the_machine_has_core
     sim = Simulation(
         3, workers=8, steps=1500, faults=0, mild=True, weather=FaultConditions(), starting_max=2
     )
-    sim.clock.at(10.0, sim.driver.hear, events.ScaleRequested(1, 2))
-    sim.clock.at(20.0, sim.driver.hear, events.ScaleRequested(2, 8))
+    sim.clock.at(10.0, sim.driver.handle, events.ScaleRequested(1, 2))
+    sim.clock.at(20.0, sim.driver.handle, events.ScaleRequested(2, 8))
     outcome = sim.run()
     assert outcome.code == 0
     starting, most = set(), 0

@@ -31,7 +31,7 @@ class JournalFacts:
     standbys: list[str] = field(default_factory=list)  # all workers that were asked to stand by
     durable_in: int = 0  # the generation of the newest durable commit
 
-    def hear(self, entry: Json) -> None:
+    def update(self, entry: Json) -> None:
         """Process the next line of the journal."""
         self.entries.append(entry)
         event = entry["event"]

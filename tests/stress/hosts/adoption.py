@@ -15,8 +15,8 @@ class Adoptions(JobProgress):
         self.done = 0
         self._awaited: set[Worker] = set()
 
-    def hear(self, entry: Json) -> None:
-        super().hear(entry)
+    def update(self, entry: Json) -> None:
+        super().update(entry)
         event = entry["event"]
         before = bool(self._awaited)
         match event["type"]:

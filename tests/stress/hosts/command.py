@@ -11,7 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from elastic.chaos.inject.faulty_job import say
+from elastic.chaos.inject.faulty_job import print_line
 from elastic.errors import ElasticError, Invalid
 from stress.hosts import random_faults, report
 from stress.hosts.cluster import HostCluster
@@ -70,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
         )
     check_possible()
     folder = Path(tempfile.mkdtemp(prefix="elastic-hosts-"))
-    say(f"programs write to {folder}")
+    print_line(f"programs write to {folder}")
     outcomes = []
     with HostCluster(folder) as bench:
         bench.start_etcd()
@@ -79,7 +79,7 @@ def main(options: argparse.Namespace) -> int:
             outcomes.append(play(bench, f"seed {options.seed}", game))
         else:
             for name in names:
-                say(f"{name}: {SCENARIOS[name].__doc__}")
+                print_line(f"{name}: {SCENARIOS[name].__doc__}")
                 outcomes.append(play(bench, name, SCENARIOS[name]))
     print("\n".join(report.table(outcomes)))
     if options.report is not None:
@@ -107,7 +107,7 @@ def play(bench: HostCluster, name: str, scenario: Scenario) -> ScenarioOutcome:
     except (AssertionError, ElasticError) as error:
         outcome = ScenarioOutcome(name, failed=str(error))
     for trouble in outcome.troubles:
-        say(f"{name}: {trouble}")
+        print_line(f"{name}: {trouble}")
     verdict = "passed" if outcome.passed else "FAILED"
-    say(f"{name}: {verdict} after {time.monotonic() - began:.1f} s")
+    print_line(f"{name}: {verdict} after {time.monotonic() - began:.1f} s")
     return outcome

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic.chaos.inject.faulty_job import say
+from elastic.chaos.inject.faulty_job import print_line
 from stress.hosts import scenarios
 from stress.hosts.cluster import DRIVER, ETCD, HOSTS, STANDBY, HostCluster, HostedJob
 from stress.hosts.report import ScenarioOutcome
@@ -72,7 +72,7 @@ def play(bench: HostCluster, seed: int, rounds: int) -> ScenarioOutcome:
         for number, faults in enumerate(draw(seed, rounds), start=1):
             _ensure_standby(job)
             listed = "; ".join(map(str, faults))
-            say(f"seed {seed}, round {number}: {listed}")
+            print_line(f"seed {seed}, round {number}: {listed}")
             stopped = []
             for fault in faults:
                 time.sleep(fault.gap_s)

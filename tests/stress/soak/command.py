@@ -20,7 +20,7 @@ from rich.console import Console
 
 from elastic.chaos.harness.journal_tail import JobProgress
 from elastic.chaos.inject import command, network, tables
-from elastic.chaos.inject.faulty_job import Job, say, under_fire
+from elastic.chaos.inject.faulty_job import Job, print_line, under_fire
 from elastic.chaos.inject.plan import KINDS, Chance, Plan
 from elastic.driver.network.hosts import SLOTS_LIMIT
 from elastic.errors import Invalid
@@ -81,7 +81,9 @@ def main(options: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="elastic-soak-"))
     job = _job(options, plan, folder)
     command.check_plan(plan, job.settings, digests=True)
-    say(f"the job writes to {folder}/output.txt; seed {plan.chance.seed if plan.chance else 0}")
+    print_line(
+        f"the job writes to {folder}/output.txt; seed {plan.chance.seed if plan.chance else 0}"
+    )
     before = resources.segments()
     watch = ResourceMonitor(options, folder)
     with (folder / "output.txt").open("wb") as output:
@@ -129,7 +131,7 @@ def _plan(options: argparse.Namespace) -> Plan:
             network.check_cut()
         except Invalid as error:
             kinds.remove("cut")
-            say(f"cut is omitted: {error}")
+            print_line(f"cut is omitted: {error}")
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     chance = Chance(
         options.fault_every,
@@ -203,7 +205,7 @@ class ResourceMonitor:
                     self._sample(str(worker), pid, since, size)
         if now >= self._tell_at:
             self._tell_at = now + TOLD_S
-            say(
+            print_line(
                 f"{since / 60:.1f} min: generation {story.generation}, {len(story.members)} workers,"
                 f" {story.commits} commits"
             )

@@ -111,7 +111,7 @@ class Heard:
     def __init__(self) -> None:
         self.heard: list[dict[str, Any]] = []
 
-    def hear(self, entry: dict[str, Any]) -> None:
+    def update(self, entry: dict[str, Any]) -> None:
         self.heard.append(entry)
 
 
