@@ -97,8 +97,8 @@ class Tracing(ViewReader):
         """Handle a message from a worker. Return True if only this class uses such messages."""
         match message:
             case messages.ClockAsked(asked_ns):
-                heard_ns = time.monotonic_ns()
-                self._send(worker, messages.ClockTold(asked_ns, heard_ns, time.monotonic_ns()))
+                received_ns = time.monotonic_ns()
+                self._send(worker, messages.ClockTold(asked_ns, received_ns, time.monotonic_ns()))
             case messages.Traced():
                 self._traced(worker, message)
             case messages.TracedAll(number):

@@ -72,8 +72,8 @@ def claim_run(storage: Storage) -> int:
     """
     number = max((name.run for name in names(storage)), default=0) + 1
     process = psutil.Process()
-    whose = RunOwner(socket.gethostname(), process.pid, process.create_time())
-    while not storage.claim(f"run-{number:04}", msgspec.json.encode(whose)):
+    owner = RunOwner(socket.gethostname(), process.pid, process.create_time())
+    while not storage.claim(f"run-{number:04}", msgspec.json.encode(owner)):
         number += 1
     return number
 

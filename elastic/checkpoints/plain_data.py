@@ -34,7 +34,7 @@ def encode(value: Any, other: Encode = _refuse) -> Any:
 
     Args:
         value: the value.
-        other: called for each value of another type. Returns an object from `word`, or raises NotPlain.
+        other: called for each value of another type. Returns an object from `tagged`, or raises NotPlain.
 
     Raises:
         NotPlain: a value has an unsupported type.
@@ -44,25 +44,25 @@ def encode(value: Any, other: Encode = _refuse) -> Any:
     if kind in (int, str, bool, type(None)):
         return value
     if kind is float:
-        return value if math.isfinite(value) else word("float", repr(value))
+        return value if math.isfinite(value) else tagged("float", repr(value))
     if kind is list:
         return [encode(each, other) for each in value]
     if kind is tuple:
-        return word("tuple", [encode(each, other) for each in value])
+        return tagged("tuple", [encode(each, other) for each in value])
     if kind is dict:
         if "~" not in value and all(type(key) is str for key in value):
             return {key: encode(each, other) for key, each in value.items()}
-        return word("dict", _pairs(value, other))
+        return tagged("dict", _pairs(value, other))
     if kind is OrderedDict or kind is Counter:
-        return word(kind.__name__, _pairs(value, other))
+        return tagged(kind.__name__, _pairs(value, other))
     if kind is set or kind is frozenset:
-        return word(kind.__name__, [encode(each, other) for each in value])
+        return tagged(kind.__name__, [encode(each, other) for each in value])
     if kind is bytes:
-        return word("bytes", base64.b64encode(value).decode())
+        return tagged("bytes", base64.b64encode(value).decode())
     return other(value)
 
 
-def word(kind: str, content: Any) -> dict[str, Any]:
+def tagged(kind: str, content: Any) -> dict[str, Any]:
     """Return the JSON object for a value of the type ``kind`` with the given content."""
     return {"~": kind, "v": content}
 

@@ -82,7 +82,7 @@ def proposal(
             return storage, found.manifest
         if not found.torn:
             passed[storage.url, name] = found.trouble
-            _say(f"{storage.url}/{name} was skipped: {found.trouble}")
+            _print(f"{storage.url}/{name} was skipped: {found.trouble}")
     troubles = [f"{name}: {why}" for (url, name), why in passed.items() if url == storage.url]
     if troubles:
         raise Invalid(
@@ -128,7 +128,7 @@ def report(
 def pass_over(url: str, manifest: Manifest, trouble: str, passed: Passed) -> None:
     """Record an unreadable commit, so that `proposal` skips it."""
     passed[url, manifest.name] = trouble
-    _say(f"skipped {url}/{manifest.name}: {trouble}")
+    _print(f"skipped {url}/{manifest.name}: {trouble}")
 
 
 def patiently(storage: Storage, work: Callable[[], Value]) -> Value:
@@ -151,8 +151,8 @@ def patiently(storage: Storage, work: Callable[[], Value]) -> Value:
 def _log_once(storage: Storage, tried: tenacity.RetryCallState) -> None:
     if tried.attempt_number == 1 and tried.outcome is not None:
         error = tried.outcome.exception()
-        _say(f"{storage.url} could not be read ({error}); retrying for {PATIENCE_S:.0f} s")
+        _print(f"{storage.url} could not be read ({error}); retrying for {PATIENCE_S:.0f} s")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"elastic: {text}", file=sys.stderr, flush=True)

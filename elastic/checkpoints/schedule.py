@@ -40,7 +40,7 @@ class Schedule:
     """Schedule of the commits that one rank writes.
 
     ``at_commit`` is called by the training thread, all other methods by the link thread. No lock is needed, because
-    `told` stores a number before it checks whether the number is already past.
+    `request` stores a number before it checks whether the number is already past.
     """
 
     def __init__(self, every_commits: int | None, every_s: float | None, now: float) -> None:
@@ -76,7 +76,7 @@ class Schedule:
         """Return the number of the last requested commit, or None if no request is pending."""
         return self._target
 
-    def told(self, generation: int, number: int) -> bool:
+    def request(self, generation: int, number: int) -> bool:
         """Schedule a checkpoint of the first commit whose number is at least ``number``.
 
         Return False if the request is too late, because this rank has already made that commit.

@@ -111,7 +111,7 @@ class ShardReader:
         if found is None:
             lost = self._met is not None and self._met.whole is None
             end = "" if lost else ": training starts from the beginning"
-            _say(f"{storage.url} has no checkpoint to resume from{end}")
+            _print(f"{storage.url} has no checkpoint to resume from{end}")
         return found is not None
 
     def _load(self) -> Chosen | None:
@@ -134,7 +134,7 @@ class ShardReader:
         if chosen is not None:
             lost = "" if self._met is None or not self._met.lost else f": {self._met.loss()}"
             what = "falling back to" if lost else "resuming from"
-            _say(f"{what} {chosen.manifest} in {chosen.url}/{chosen.manifest.name}{lost}")
+            _print(f"{what} {chosen.manifest} in {chosen.url}/{chosen.manifest.name}{lost}")
             if not self._rt.alone:
                 resuming.report(chosen.manifest, chosen.url, options, self._rt.session.send)
         return chosen
@@ -221,5 +221,5 @@ def read_rows(storage: Storage, manifest: Manifest, targets: Targets) -> None:
         row_file.read(storage, str(manifest.name), by_name[name], wanted, where)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"elastic: {text}", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from elastic.checkpoints.plain_data import CorruptedData, NotPlain, decode, encode, word
+from elastic.checkpoints.plain_data import CorruptedData, NotPlain, decode, encode, tagged
 from elastic.state.handlers.model_state import Opaque
 from elastic.state.handlers.python_values import Index
 from elastic.state.snapshots.snapshot import as_bytes
@@ -48,7 +48,7 @@ def from_plain(text: Any) -> Any:
 def _other(value: Any) -> Any:
     kind = type(value)
     if kind is Index:
-        return word("Index", [[encode(k, _other), encode(v, _other)] for k, v in value.items()])
+        return tagged("Index", [[encode(k, _other), encode(v, _other)] for k, v in value.items()])
     if kind is torch.Tensor and plain(value) and not value.is_meta:
         if value.nbytes > INLINE or value.requires_grad:
             raise NotPlain(
@@ -56,19 +56,19 @@ def _other(value: Any) -> Any:
                 " store it separately"
             )
         content = as_bytes(value.cpu()).numpy().tobytes()
-        return word("tensor", [_dtype(value.dtype), list(value.shape), _text(content)])
+        return tagged("tensor", [_dtype(value.dtype), list(value.shape), _text(content)])
     if kind is numpy.ndarray and not value.dtype.hasobject and value.nbytes <= INLINE:
-        return word("ndarray", [value.dtype.str, list(value.shape), _text(value.tobytes())])
+        return tagged("ndarray", [value.dtype.str, list(value.shape), _text(value.tobytes())])
     if isinstance(value, numpy.generic) and not value.dtype.hasobject:
-        return word("scalar", [value.dtype.str, _text(value.tobytes())])
+        return tagged("scalar", [value.dtype.str, _text(value.tobytes())])
     if kind is Opaque and not value.tensors:
-        return word("Opaque", None)
+        return tagged("Opaque", None)
     if kind is torch.dtype:
-        return word("dtype", _dtype(value))
+        return tagged("dtype", _dtype(value))
     if kind is torch.Size:
-        return word("Size", list(value))
+        return tagged("Size", list(value))
     if kind is torch.device:
-        return word("device", str(value))
+        return tagged("device", str(value))
     raise NotPlain(
         f"a {kind.__module__}.{kind.__qualname__} is not plain data: store it with pickle"
     )

@@ -44,7 +44,7 @@ FIRST_GENERATIONS = 2
 CLOSE_S = 2.0  # time limit in seconds for a write in progress to abort
 
 
-Told = messages.ShareWritten | messages.ShareDropped | messages.CheckpointWritten
+TrackedMessage = messages.ShareWritten | messages.ShareDropped | messages.CheckpointWritten
 
 
 class _Corrupted(Exception):
@@ -148,7 +148,7 @@ class CheckpointWriter:
         if step.ask is not None:
             due = messages.CheckpointDue(commit.generation, step.ask)
             if self._alone:
-                self._schedule.told(due.generation, commit.number + 1)
+                self._schedule.request(due.generation, commit.number + 1)
             else:
                 self._send(due)
         if step.begin is None:
@@ -157,7 +157,9 @@ class CheckpointWriter:
         if before is not None:
             if not self._alone:
                 still = f"commit {before.name.commit} is still being written"
-                self._tell(messages.ShareDropped(commit.generation, step.begin, still, True))
+                self._send_tracked(
+                    messages.ShareDropped(commit.generation, step.begin, still, True)
+                )
             return
         self._hold(state, commit, step.begin, place)
 
@@ -219,7 +221,7 @@ class CheckpointWriter:
             f"the newest durable one is {newest}" if newest else "no commit of this run is durable"
         )
         within = f" within {FINISH_S:.0f} s" if monotonic() >= deadline else ""
-        self._say(f"the last commit, {commit}, did not become durable{within}; {known}")
+        self._print(f"the last commit, {commit}, did not become durable{within}; {known}")
 
     def returned(self, commit: Commit, place: Place, incarnation: int) -> None:
         """Record, for the driver, that the training function returned after this commit.
@@ -293,13 +295,13 @@ class CheckpointWriter:
                     self._send(messages.ShareDropped(generation, number, over, True))
             case messages.MakeDurable(generation, number):
                 before = self._schedule.target
-                if not self._schedule.told(generation, number):
+                if not self._schedule.request(generation, number):
                     late = "the request arrived too late"
-                    self._tell(messages.ShareDropped(generation, number, late, True))
+                    self._send_tracked(messages.ShareDropped(generation, number, late, True))
                 elif before not in (None, number) and self._latest != (generation, before):
                     # Other ranks may have begun the previous request and would wait for this rank.
                     another = f"commit {number} was requested instead"
-                    self._tell(messages.ShareDropped(generation, before, another, True))
+                    self._send_tracked(messages.ShareDropped(generation, before, another, True))
             case messages.CheckpointSoon():
                 self._schedule.hasten(monotonic())
             case messages.SealCheckpoint(generation, number):
@@ -321,7 +323,7 @@ class CheckpointWriter:
                 return False
         return True
 
-    def _tell(self, message: Told) -> None:
+    def _send_tracked(self, message: TrackedMessage) -> None:
         with self._changed:
             self._unanswered[message.generation, message.number] = (monotonic(), message)
         self._send(message)
@@ -381,7 +383,9 @@ class CheckpointWriter:
             self._seal(attempt)
         else:
             name = attempt.name
-            self._tell(messages.ShareWritten(name.generation, attempt.number, name.commit, digests))
+            self._send_tracked(
+                messages.ShareWritten(name.generation, attempt.number, name.commit, digests)
+            )
 
     def _look_at_numbers(self, held: HeldCommit, shares: Sequence[Share]) -> None:
         found = {name for share in shares for name in share.not_finite}
@@ -423,7 +427,7 @@ class CheckpointWriter:
         else:
             name = attempt.name
             place = f"{self._storage.url}/{name}"
-            self._tell(
+            self._send_tracked(
                 messages.CheckpointWritten(
                     name.generation, attempt.number, name.commit, place, sizes, took_s, step
                 )
@@ -462,7 +466,7 @@ class CheckpointWriter:
             return False
         if self._away:
             self._away = False
-            self._say(f"checkpoints can be written to {self._storage.url} again")
+            self._print(f"checkpoints can be written to {self._storage.url} again")
         return True
 
     def _refuse(self, attempt: _Attempt, reason: str) -> None:
@@ -470,10 +474,10 @@ class CheckpointWriter:
         self._schedule.dropped(attempt.number, monotonic(), again=False)
         if self._alone:
             self._settle(attempt.name.generation, attempt.number, None)
-            self._say(f"commit {attempt.name.commit} was not written to a checkpoint: {reason}")
+            self._print(f"commit {attempt.name.commit} was not written to a checkpoint: {reason}")
         else:
             name = attempt.name
-            self._tell(messages.ShareDropped(name.generation, attempt.number, reason))
+            self._send_tracked(messages.ShareDropped(name.generation, attempt.number, reason))
 
     def _over(self, attempt: _Attempt) -> None:
         if self._attempt is attempt:
@@ -487,10 +491,10 @@ class CheckpointWriter:
             return
         self._away = True
         error = None if outcome is None else outcome.exception()
-        self._say(
+        self._print(
             f"commit {attempt.name.commit} can't be written to {self._storage.url} yet ({error}); the write is retried"
             " while training continues"
         )
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(f"elastic: {text}", file=sys.stderr, flush=True)

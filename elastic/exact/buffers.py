@@ -134,7 +134,7 @@ class BufferKeeper:
     def _buffers(self) -> list[torch.Tensor]:
         return list({id(each): each for _, each in self._named()}.values())
 
-    def _say(self, found: str) -> str:
+    def _describe(self, found: str) -> str:
         number, name = found.split(" ", 1)
         return f"{name} of {type(self._modules[int(number)]).__name__}"
 
@@ -201,7 +201,7 @@ class BufferKeeper:
         for each in self._parameters.values():
             if each.changed():
                 raise Invalid(
-                    f"{self._say(each.name)} was changed within the loop over the shards, in shard {shard}, for"
+                    f"{self._describe(each.name)} was changed within the loop over the shards, in shard {shard}, for"
                     " example by nn.Embedding(max_norm=...) in its forward pass. Workers would apply the change"
                     " a different number of times. Change the tensor after the loop on every worker. If the"
                     " tensor is not trained, make it a buffer: all workers get its value after shard 0"
@@ -211,7 +211,7 @@ class BufferKeeper:
             # No name was added or removed, so only the order differs.
             odd = [*sorted({*names} ^ {*self._names}), *names][0]
             raise Invalid(
-                f"the buffer {self._say(odd)} was {'created' if odd in names else 'removed'} within the loop"
+                f"the buffer {self._describe(odd)} was {'created' if odd in names else 'removed'} within the loop"
                 f" over the shards, in shard {shard}. A worker that joins or computes no shard would"
                 f" {'lack' if odd in names else 'keep'} the buffer. Register the buffer when you create the"
                 " module, and do not remove it"

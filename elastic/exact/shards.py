@@ -139,7 +139,7 @@ class Shards:
         self._done = 0  # number of this rank's shards that have begun in the current step
         self._computed = False  # whether all of this rank's shards have ended
         self._optimizer_steps = 0  # number of optimizer steps at the start of the current step
-        self._said: tuple[int, int] | None = None
+        self._logged: tuple[int, int] | None = None
         self._committed = False  # whether a state has saved the position
         self._verifier = Verifier(
             self.verify, seed, _weakly(self._all), _weakly(self._arithmetic_digest)
@@ -274,7 +274,7 @@ class Shards:
         step, self._begun_in = self._step(), generation
         runtime = lifecycle.active()
         self._begun_with = None if runtime is None else weakref.ref(runtime)
-        self._say(step)
+        self._log_copies(step)
         self._present, self._done, self._fetched = step, 0, False
         self._computed = False
         self._optimizer_steps = optimizer_steps.count()
@@ -623,11 +623,11 @@ class Shards:
             known = self._balancer = generation, of, LoadBalancer(self.count, ranks)
         return known[2]
 
-    def _say(self, step: ShardStep) -> None:
+    def _log_copies(self, step: ShardStep) -> None:
         size, generation = len(step.held), getattr(lifecycle.active(), "generation", 0)
-        if (size, generation) == self._said or step.rank != 0:
+        if (size, generation) == self._logged or step.rank != 0:
             return
-        self._said = size, generation
+        self._logged = size, generation
         if self.verify and size < 3:
             log.warning(
                 "gradients are not fully verified: %s",

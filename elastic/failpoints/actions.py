@@ -171,8 +171,8 @@ def _flip(argument: str) -> None:
     what, _, seed = argument.partition(":")
     flipper = flippers.get(what)
     which = flipper(int(seed)) if flipper is not None else ""
-    said = f"flipped {which}" if which else f"no {what} exist here"
-    print(f"elastic: {said}", file=sys.stderr, flush=True)
+    result = f"flipped {which}" if which else f"no {what} exist here"
+    print(f"elastic: {result}", file=sys.stderr, flush=True)
 
 
 ACTIONS: dict[str, Callable[[str], None]] = {

@@ -71,17 +71,17 @@ def _trace_by_train_function() -> None:
         before = model.train_function
         result = make(model, force)
         if model.train_function is not before and model in _watched:
-            model.train_function = _telling(model.train_function)
+            model.train_function = _reporting(model.train_function)
         return result
 
     keras.Model.make_train_function = made
 
 
-def _telling(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _reporting(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     sent = False
 
     @functools.wraps(step)
-    def telling(iterator: Any) -> Any:
+    def reporting(iterator: Any) -> Any:
         nonlocal sent
         rt = lifecycle.active()
         if not sent and rt is not None and rt.session.recovery.running:
@@ -90,7 +90,7 @@ def _telling(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
             rt.worlds.report_step_input(_step_input(iterator))
         return step(iterator)
 
-    return telling
+    return reporting
 
 
 def _step_input(iterator: Any) -> bytes:

@@ -138,7 +138,7 @@ class Job:
         from elastic.driver.job.operator_api.messages import AskLogs
 
         _, lines = json.loads(self._ask(AskLogs, "" if worker is None else str(worker))[1])
-        return [(at, level, who, text) for at, level, who, text in lines]
+        return [(at, level, source, text) for at, level, source, text in lines]
 
     def stop(self) -> str:
         """Stop the job, like SIGTERM to its driver. A second call stops it immediately.

@@ -25,15 +25,15 @@ class ClockOffset:
         self._offset_ns = 0
         self._round_trip_ns: int | None = None
 
-    def add(self, asked_ns: int, heard_ns: int, told_ns: int, answered_ns: int) -> None:
+    def add(self, asked_ns: int, received_ns: int, sent_ns: int, answered_ns: int) -> None:
         """Add a request with its four times, in nanoseconds. A request with inconsistent times is ignored."""
         self.samples += 1
-        round_trip_ns = (answered_ns - asked_ns) - (told_ns - heard_ns)
-        if round_trip_ns < 0 or told_ns < heard_ns:
+        round_trip_ns = (answered_ns - asked_ns) - (sent_ns - received_ns)
+        if round_trip_ns < 0 or sent_ns < received_ns:
             return
         if self._round_trip_ns is None or round_trip_ns < self._round_trip_ns:
             self._round_trip_ns = round_trip_ns
-            self._offset_ns = ((heard_ns - asked_ns) + (told_ns - answered_ns)) // 2
+            self._offset_ns = ((received_ns - asked_ns) + (sent_ns - answered_ns)) // 2
 
     @property
     def known(self) -> bool:

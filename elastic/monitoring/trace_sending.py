@@ -53,8 +53,8 @@ class TraceSending:
                     self._under_way = max(0, self._under_way - 1)
                     if self._over or len(self._buffer) >= BATCH:
                         return self.due(now_ns)
-            case messages.ClockTold(asked_ns, heard_ns, told_ns):
-                return self._told(asked_ns, heard_ns, told_ns, now_ns)
+            case messages.ClockTold(asked_ns, received_ns, sent_ns):
+                return self._receive_clock(asked_ns, received_ns, sent_ns, now_ns)
             case _:
                 pass
         return []
@@ -106,8 +106,10 @@ class TraceSending:
         self._round, self._round_at_ns = ClockOffset(), now_ns
         return messages.ClockAsked(now_ns)
 
-    def _told(self, asked_ns: int, heard_ns: int, told_ns: int, now_ns: int) -> list[Message]:
-        self._round.add(asked_ns, heard_ns, told_ns, now_ns)
+    def _receive_clock(
+        self, asked_ns: int, received_ns: int, sent_ns: int, now_ns: int
+    ) -> list[Message]:
+        self._round.add(asked_ns, received_ns, sent_ns, now_ns)
         if self._round.samples < ROUND:
             return [messages.ClockAsked(now_ns)]
         if self._round.known:

@@ -111,19 +111,19 @@ class TracingThroughDriver:
                 pass
             case _:
                 return False
-        self._tell(lambda: self._sending.receive(message, timeline.now_ns()))
+        self._send_all(lambda: self._sending.receive(message, timeline.now_ns()))
         return True
 
     def due(self) -> None:
         if self._sending.timeline:
-            self._tell(lambda: self._sending.due(timeline.now_ns()))
+            self._send_all(lambda: self._sending.due(timeline.now_ns()))
 
     def close(self) -> None:
         if self._sending.timeline:
             timeline.stop()
-            self._tell(lambda: self._sending.rest(timeline.now_ns()))
+            self._send_all(lambda: self._sending.rest(timeline.now_ns()))
 
-    def _tell(self, decide: Callable[[], list[Message]]) -> None:
+    def _send_all(self, decide: Callable[[], list[Message]]) -> None:
         with self._lock:
             messages = decide()
             for message in messages:

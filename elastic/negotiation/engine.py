@@ -81,10 +81,10 @@ class Engine:
         self._joins = 0  # number of times that all ranks of the world have joined
         self._undecided = 0
         self._listener: Callable[[Request], None] | None = None
-        self._unheard: list[Request] = []  # notifications not yet passed to the listener
+        self._undelivered: list[Request] = []  # notifications not yet passed to the listener
         self._submitters: set[int] = set()  # IDs of the threads that have submitted collectives
         self._lock = threading.Lock()  # guards the fields above, from ``_limits`` on
-        self._hearing = threading.Lock()
+        self._delivering = threading.Lock()
         self._sending = threading.Lock()
         self._driving = threading.Lock()
         self._carrying = threading.Lock()
@@ -155,18 +155,18 @@ class Engine:
             if self._listener is None:
                 self._undecided += 1  # From now on the engine's own thread receives decisions.
             self._listener = listener
-        self._hear()
+        self._deliver()
         self._nudge()
 
-    def _hear(self) -> None:
+    def _deliver(self) -> None:
         # held while the listener runs, so that notifications arrive in the coordinator's order
-        with self._hearing:
+        with self._delivering:
             while True:
                 with self._lock:
                     listener = self._listener
-                    if listener is None or not self._unheard:
+                    if listener is None or not self._undelivered:
                         return
-                    notification = self._unheard.pop(0)
+                    notification = self._undelivered.pop(0)
                 listener(notification)
 
     def _nudge(self) -> None:
@@ -194,7 +194,7 @@ class Engine:
         with contextlib.suppress(CollectiveFailed), self._driving:
             if self._line is None and not (self._failure or self._resting):
                 self._connect()
-        self._tell()
+        self._notify()
 
     def leave(self) -> None:
         """Notify the other ranks that this rank is leaving, in ``shutdown()`` or at process exit."""
@@ -242,7 +242,7 @@ class Engine:
         line = self._line
         if line is not None and self._driving.locked():
             line.wake()
-        self._tell()
+        self._notify()
 
     def drain(self, pending: Pending) -> None:
         """Wait briefly, after the world has ended, for a decision that the driving thread has yet to carry out."""
@@ -281,7 +281,7 @@ class Engine:
                     raise
                 finally:
                     self._driving.release()
-                    self._tell()
+                    self._notify()
             else:
                 self._send_fresh()
                 with self._changed:
@@ -339,10 +339,10 @@ class Engine:
                 self._carry_out(decision)
         self._midway = False
         if decisions:
-            self._tell()
+            self._notify()
         return bool(decisions)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -406,12 +406,12 @@ class Engine:
                 if joined is not None:
                     joined.settled(decision.last_joined)
                     self._undecided -= 1
-            self._unheard += [
+            self._undelivered += [
                 r.request for r, _ in found if r.request.kind == NOTIFY and not r.error
             ]
             if decision.joined == self._place.rank and JOIN in cache.in_flight:
                 cache.in_flight[JOIN].noted = True
-        self._hear()
+        self._deliver()
         for indices in fusion.batches([response for response, _ in found], self._limits):
             batch = [found[index] for index in indices]
             asked = [pending for _, pending in batch if pending is not None]
@@ -450,7 +450,7 @@ class Engine:
         failure = CollectiveFailed(reason) if isinstance(reason, str) else reason.again()
         self._failure = self._failure or failure
         self._wake.put(None)
-        self._tell()
+        self._notify()
         return self._failure.again()
 
     def abort(self) -> None:
@@ -479,7 +479,7 @@ class Engine:
     def close(self) -> None:
         """Close sockets and stop threads. Call `abort` first."""
         self.abort()
-        self._tell()
+        self._notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
         if self._line is not None:

@@ -29,13 +29,13 @@ NONCE_BYTES = 32  # length of a nonce in bytes; each end creates a new nonce for
 SHOWN = 200  # maximum number of characters that an error quotes from an unauthenticated peer
 
 
-def proof(secret: bytes, role: str, challenge: bytes, own: bytes, who: str) -> bytes:
+def proof(secret: bytes, role: str, challenge: bytes, own: bytes, identity: str) -> bytes:
     """Return a proof that this end has the secret.
 
     The proof is an HMAC-SHA256 (32 bytes) over both nonces, the role and the caller's name. Because of these inputs, a
     peer cannot reflect a proof or reuse it on another connection.
     """
-    text = b"|".join((b"hvd-elastic", role.encode(), challenge, own, who.encode()))
+    text = b"|".join((b"hvd-elastic", role.encode(), challenge, own, identity.encode()))
     return hmac.digest(secret, text, hashlib.sha256)
 
 

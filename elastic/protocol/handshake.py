@@ -13,14 +13,14 @@ from elastic.protocol.messages import VERSION, Accepted, Challenge, ProtocolErro
 
 
 class ClientHandshake:
-    """Client side of the handshake, for a client with the name ``who`` and the role ``role``.
+    """Client side of the handshake, for a client with the name ``identity`` and the role ``role``.
 
     Args:
         nonce: NONCE_BYTES random bytes, new for this connection.
     """
 
-    def __init__(self, secret: bytes, role: str, who: str, nonce: bytes) -> None:
-        self._secret, self._role, self._who, self.nonce = secret, role, who, nonce
+    def __init__(self, secret: bytes, role: str, identity: str, nonce: bytes) -> None:
+        self._secret, self._role, self._identity, self.nonce = secret, role, identity, nonce
         self._theirs = b""
 
     @property
@@ -48,7 +48,7 @@ class ClientHandshake:
                 " of the driver"
             )
         self._theirs = challenge.nonce
-        return proof(self._secret, self._role, self._theirs, self.nonce, self._who)
+        return proof(self._secret, self._role, self._theirs, self.nonce, self._identity)
 
     def accepted(self, reply: Any, wire: FramedConnection) -> None:
         """Check the driver's answer to the client's proof, and seal all further frames.
@@ -58,7 +58,9 @@ class ClientHandshake:
         """
         if isinstance(reply, TurnedAway) and self._is_its(reply.proof, "turned away", reply.reason):
             raise ProtocolError(reply.reason)
-        if not isinstance(reply, Accepted) or not self._is_its(reply.proof, "driver", self._who):
+        if not isinstance(reply, Accepted) or not self._is_its(
+            reply.proof, "driver", self._identity
+        ):
             raise ProtocolError(
                 "the driver does not know this job's secret: check that the address is that of this job's driver, and"
                 " that both have the same secret"

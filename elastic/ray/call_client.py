@@ -26,14 +26,14 @@ class CallClient:
         # Object references of earlier calls that may still be running.
         self._handed_out: list[list[Any]] = []
 
-    def values(self, word: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
+    def values(self, request: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
         """Call the workers, and return the results by rank.
 
         If the call fails on one rank, other ranks may be waiting for that rank in a collective. The client releases
         them, so that the error is raised promptly and all ranks are available for the next call.
 
         Args:
-            word: pickled request.
+            request: pickled request.
             ranks: ranks to call. None means all.
 
         Raises:
@@ -41,7 +41,7 @@ class CallClient:
             RaisedOnWorker: the function raised an exception that cannot be raised here.
             Exception: raised by the function on a worker, and raised again here.
         """
-        refs = self._begin(word, ranks)
+        refs = self._begin(request, ranks)
         answers: dict[Any, bytes] = {}
         failures: list[CallFailure] = []
         left, regrouped, by = refs, False, None
@@ -65,17 +65,17 @@ class CallClient:
             raise cause(failures).exception()
         return [opened(answers[ref]) for ref in refs]
 
-    def references(self, word: bytes) -> list[Any]:
+    def references(self, request: bytes) -> list[Any]:
         """Call the workers. Return Ray references to the values, by rank."""
-        refs = self._begin(word)
+        refs = self._begin(request)
         self._handed_out.append(refs)
         open_one = ray.remote(num_cpus=0, max_retries=0)(opened)
         return [open_one.remote(ref) for ref in refs]
 
-    def _begin(self, word: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
+    def _begin(self, request: bytes, ranks: Sequence[int] | None = None) -> list[Any]:
         self._free_earlier()
         actor = self._follower.actor
-        return [actor.call.remote(rank, word) for rank in ranks or range(self._size)]
+        return [actor.call.remote(rank, request) for rank in ranks or range(self._size)]
 
     def _free_earlier(self) -> None:
         handed_out, self._handed_out = self._handed_out, []

@@ -74,13 +74,13 @@ class CallFailure:
 
 def call(kind: str, *parts: Any) -> bytes:
     """Pickle a request to a worker. Raises Invalid if it is too large, and pickle's exceptions."""
-    word: bytes = cloudpickle.dumps((kind, parts))
-    if len(word) > FRAME_LIMIT:
+    request: bytes = cloudpickle.dumps((kind, parts))
+    if len(request) > FRAME_LIMIT:
         raise Invalid(
-            f"the function and its arguments have {len(word)} bytes, but the limit is {FRAME_LIMIT}: load large"
+            f"the function and its arguments have {len(request)} bytes, but the limit is {FRAME_LIMIT}: load large"
             " data inside the function"
         )
-    return word
+    return request
 
 
 def answered(value: Any) -> bytes:

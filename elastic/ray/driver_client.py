@@ -83,7 +83,7 @@ class DriverClient:
         self._on_report = on_report
         self._complained = False
         self._source, self._next = "", 0
-        self._telling: Any = None  # pending Ray call that fetches output and reports, or None
+        self._fetch: Any = None  # pending Ray call that fetches output and reports, or None
 
     @classmethod
     def made(
@@ -172,7 +172,7 @@ class DriverClient:
         This method waits up to ``wait_s`` seconds for the first item, and returns whether there was any.
         """
         # Drop the pending request, because the next line sends it again with another timeout.
-        self._telling = None
+        self._fetch = None
         batch = self.ask(self.actor.news.remote(self._source, self._next, wait_s), wait_s + CLOSE_S)
         return self._pass_on(batch)
 
@@ -221,13 +221,13 @@ class DriverClient:
         """
         by = None if within_s is None else time.monotonic() + within_s
         while True:
-            if self._telling is None:
-                self._telling = self.actor.news.remote(self._source, self._next, POLL_S)
+            if self._fetch is None:
+                self._fetch = self.actor.news.remote(self._source, self._next, POLL_S)
             left_s = CLOSE_S if by is None else min(CLOSE_S, max(0.0, by - time.monotonic()))
-            ray.wait([self._telling, *refs], num_returns=1, timeout=left_s)
-            if ray.wait([self._telling], timeout=0)[0]:
-                telling, self._telling = self._telling, None
-                self._pass_on(self.ask(telling))
+            ray.wait([self._fetch, *refs], num_returns=1, timeout=left_s)
+            if ray.wait([self._fetch], timeout=0)[0]:
+                fetch, self._fetch = self._fetch, None
+                self._pass_on(self.ask(fetch))
             done, left = ray.wait(list(refs), num_returns=len(refs), timeout=0)
             if done or (by is not None and time.monotonic() >= by):
                 return done, left

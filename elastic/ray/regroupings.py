@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class Regroupings:
-    """State of one rank's regrouping. The reading thread calls `tell`; the calling thread calls the other methods.
+    """State of one rank's regrouping. The reading thread calls `receive`; the calling thread calls the other methods.
 
     The caller must hold a lock.
     """
@@ -21,7 +21,7 @@ class Regroupings:
         self._met = 0  # number of the request for which the current world was formed
         self._meeting = False
 
-    def tell(self) -> bool:
+    def receive(self) -> bool:
         """Count a received request to regroup. Return whether it ends the current world.
 
         The request has no effect on a world that was formed for it. During a rendezvous, the result is decided in

@@ -61,7 +61,7 @@ class Calls:
         """
         self._socket = connection
         self._call_off = call_off
-        self._words: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def begin(self, hello: dict[str, Any]) -> None:
         self._socket.sendall(json.dumps(hello).encode() + b"\n")
@@ -69,7 +69,7 @@ class Calls:
 
     def take(self) -> bytes:
         """Return the next request, or `END` if the connection is closed."""
-        return self._words.get()
+        return self._requests.get()
 
     def answer(self, answer: bytes) -> None:
         self._socket.sendall(LENGTH.pack(len(answer)))
@@ -78,15 +78,15 @@ class Calls:
     def _read(self) -> None:
         with contextlib.suppress(OSError):
             while (head := self._exactly(LENGTH.size)) is not None:
-                word = self._exactly(*LENGTH.unpack(head))
-                if word is None:
+                request = self._exactly(*LENGTH.unpack(head))
+                if request is None:
                     break
-                if word == REGROUP:
+                if request == REGROUP:
                     self._call_off()
-                self._words.put(word)
+                self._requests.put(request)
         # Cancel the current call: after the connection has closed, nothing else would release it from a collective.
         self._call_off()
-        self._words.put(END)
+        self._requests.put(END)
 
     def _exactly(self, size: int) -> bytes | None:
         data = bytearray(size)
@@ -106,14 +106,14 @@ class Serving:
         self._world = world
         self._made: list[Any] = []  # the instance of ``executable_cls``, if one was created
 
-    def answer(self, word: bytes) -> bytes:
+    def answer(self, request: bytes) -> bytes:
         """Execute a request and return the answer.
 
         This method catches all exceptions of a function, including SystemExit.
         """
         try:
             try:
-                answer = answered(self._perform(word))
+                answer = answered(self._perform(request))
             finally:
                 _flush()
                 self._world.settle()
@@ -123,10 +123,10 @@ class Serving:
             gc.collect()
         return answer
 
-    def _perform(self, word: bytes) -> Any:
-        if word == REGROUP:
+    def _perform(self, request: bytes) -> Any:
+        if request == REGROUP:
             return self._world.regroup()
-        kind, parts = pickle.loads(word)
+        kind, parts = pickle.loads(request)
         if kind == MAKE:
             cls, args, kwargs = parts
             self._made = []  # Release the previous instance before the next one is created.
@@ -148,9 +148,9 @@ def serve(connection: socket.socket, world: CallWorld, hello: dict[str, Any]) ->
     calls = Calls(connection, world.call_off)
     calls.begin({"rank": world.rank, **hello})
     serving = Serving(world)
-    while (word := calls.take()) != END:
-        answer = serving.answer(word)
-        del word
+    while (request := calls.take()) != END:
+        answer = serving.answer(request)
+        del request
         with contextlib.suppress(OSError):  # If the caller has exited, `take` returns `END` next.
             calls.answer(answer)
 

@@ -96,7 +96,7 @@ class ServedRuntime(WorkerRuntime):
 
         Every rank must then call `regroup`.
         """
-        self._served.give_up(CALLED_OFF, self._regroupings.tell)
+        self._served.give_up(CALLED_OFF, self._regroupings.receive)
 
     # ---- the next world, in the calling thread -------------------------------------------------------------------
 

@@ -511,7 +511,7 @@ class _Server:
             self._provide(caller, request)
             return
         if request.size in (_ANNOUNCE, _LISTEN):
-            self._tell(caller, request)
+            self._subscribe(caller, request)
             return
         group = self._groups.setdefault((request.key, request.size), {})
         before = group.get(request.rank)
@@ -536,7 +536,7 @@ class _Server:
             failed = f"{request.key!r} is not available: {type(error).__name__}: {error}"
         self._answer([caller], request, blobs, failed)
 
-    def _tell(self, caller: SealedCaller, request: _Request) -> None:
+    def _subscribe(self, caller: SealedCaller, request: _Request) -> None:
         listening = self._listening.setdefault(request.key, set())
         listening.add(caller)
         if request.size == _ANNOUNCE:

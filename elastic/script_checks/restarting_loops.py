@@ -171,9 +171,9 @@ def _head(loop: Loop) -> ast.expr:
 
 
 def _head_text(loop: Loop) -> str:
-    word = "for" if isinstance(loop, ast.For) else "while"
+    keyword = "for" if isinstance(loop, ast.For) else "while"
     target = f"{ast.unparse(loop.target)} in " if isinstance(loop, ast.For) else ""
-    return f"{word} {target}{ast.unparse(_head(loop))}"
+    return f"{keyword} {target}{ast.unparse(_head(loop))}"
 
 
 def _counts_anew(loop: Loop, definition: ast.FunctionDef) -> bool:

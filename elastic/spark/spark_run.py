@@ -31,7 +31,7 @@ NEEDS_SPARK = (
 )
 START_S = 600.0  # timeout in seconds for the start of the tasks, as in Horovod
 LOOK_S = 0.25
-SAID_S = 5.0  # seconds of waiting for executors after which a log line reports the wait
+LOG_WAIT_S = 5.0  # seconds of waiting for executors after which a log line reports the wait
 QUIET_S = 10.0  # seconds without a new executor after which no more are expected
 WORKERS_MODULE = ("-m", "elastic.launcher.run_function")
 
@@ -218,11 +218,11 @@ def await_slots(cluster: Any, needed: int, within_s: float) -> None:
     from elastic.driver.processes.console import Console
 
     began = grown = time.monotonic()
-    most, said = -1, False
+    most, logged = -1, False
     while (slots := cluster.slots()) < needed:
         now = time.monotonic()
-        if now - began >= SAID_S and not said:
-            said = True
+        if now - began >= LOG_WAIT_S and not logged:
+            logged = True
             log = Console(write_stderr, level="info", colour=False, timestamps=True)
             log("info", f"waiting for executors of Spark: {slots} of {needed} slots are available")
         if slots > most:

@@ -54,10 +54,10 @@ def rendezvous(
         return
     lifecycle.init()
     place = lifecycle.place()
-    for name, told, found in (("rank", rank, place.rank), ("world_size", world_size, place.size)):
-        if told not in (-1, found) and not known.elastic:
+    for name, given, found in (("rank", rank, place.rank), ("world_size", world_size, place.size)):
+        if given not in (-1, found) and not known.elastic:
             raise Invalid(
-                f"init_process_group got {name}={told}, but this job has {found}: omit rank and world_size,"
+                f"init_process_group got {name}={given}, but this job has {found}: omit rank and world_size,"
                 " which elasticrun sets"
             )
     _stores[:] = [store := WorldStore()]

@@ -431,11 +431,11 @@ def pruned_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
 def late_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who hears too late of a commit that is to be written takes a later one, and says nothing."""
 
-    def told(self: Schedule, generation: int, number: int) -> bool:
+    def request(self: Schedule, generation: int, number: int) -> bool:
         self._target = number
         return True
 
-    monkeypatch.setattr(Schedule, "told", told)
+    monkeypatch.setattr(Schedule, "request", request)
     monkeypatch.setattr(writing, "_share", _any_share)
 
 

@@ -94,7 +94,7 @@ class GradientBucket(Protocol):
             CollectiveFailed: a rank was lost.
         """
 
-    def heard(self, op: Op) -> StepFlag:
+    def reduced_flag(self, op: Op) -> StepFlag:
         """Return the reduced step flag of a bucket that contains one. Call `finish` first.
 
         This method synchronizes with the device.
@@ -158,7 +158,7 @@ class FlatBucket:
             if self._in_place and wire.nbytes >= LARGE_BYTES and host_copy.bytewise(parameter, wire)
         }
         self._mark = self._sent[-1] if marked else None
-        self._heard = HostStepFlag(self._sent[-1]) if marked else None
+        self._reduced_flag = HostStepFlag(self._sent[-1]) if marked else None
         self._pointers = [view.data_ptr() for view in self._views]
         # Tensors that become ``parameter.grad``. They are separate from the views, because Module.to() and some scripts
         # replace a gradient's memory, and because each gradient needs its own version counter.
@@ -263,8 +263,8 @@ class FlatBucket:
             self._give(position)
         self._work.wait()
         self._work = None
-        if self._heard is not None:
-            self._heard.fetch()
+        if self._reduced_flag is not None:
+            self._reduced_flag.fetch()
         scale, divisor = self.scales.finishing, self.scales.finishing_over
         if not self._in_place:
             if scale == 1.0:
@@ -277,9 +277,9 @@ class FlatBucket:
             self.parameters[position].grad = self._given[position].to_sparse(dims)
         return changed
 
-    def heard(self, op: Op) -> StepFlag:
-        assert self._heard is not None, "this bucket carries no mark"
-        return self._heard.read(op)
+    def reduced_flag(self, op: Op) -> StepFlag:
+        assert self._reduced_flag is not None, "this bucket carries no mark"
+        return self._reduced_flag.read(op)
 
     def discard(self, position: int) -> None:
         gradient = self.parameters[position].grad
@@ -380,7 +380,7 @@ class CompressedGradient:
         self._wire = self._context = self._watched = None
         return 0 if changed else None
 
-    def heard(self, op: Op) -> StepFlag:
+    def reduced_flag(self, op: Op) -> StepFlag:
         raise AssertionError("this bucket has no step flag: create it with a step flag")
 
     def discard(self, position: int) -> None:
@@ -402,7 +402,7 @@ class FlagBucket:
         self.scales = UNSCALED
         self.device = device
         self._wire = zeros(1, torch.float32, device)
-        self._heard = HostStepFlag(self._wire)
+        self._reduced_flag = HostStepFlag(self._wire)
         self._work: Work | None = None
 
     def wire(self) -> BucketSpec:
@@ -421,11 +421,11 @@ class FlagBucket:
         assert self._work is not None, "waiting for a mark that was never launched"
         self._work.wait()
         self._work = None
-        self._heard.fetch()
+        self._reduced_flag.fetch()
         return None
 
-    def heard(self, op: Op) -> StepFlag:
-        return self._heard.read(op)
+    def reduced_flag(self, op: Op) -> StepFlag:
+        return self._reduced_flag.read(op)
 
     def discard(self, position: int) -> None:
         pass

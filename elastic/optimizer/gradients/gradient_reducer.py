@@ -120,8 +120,8 @@ class GradientReducer:
             int, ...
         ] = ()  # 1 for each parameter that requires a gradient on this rank, 0 for others
         # `_own` at the last agreement, or the trained parameters of a plan that this rank has adopted
-        self._told: tuple[int, ...] = ()
-        # whether `_own` differs from `_told`, so that the ranks must agree on another plan
+        self._agreed_on: tuple[int, ...] = ()
+        # whether `_own` differs from `_agreed_on`, so that the ranks must agree on another plan
         self._changing = False
         # plan with which this step replaces the agreed plan, or None
         self._next: GradientPlan | None = None
@@ -406,7 +406,7 @@ class GradientReducer:
         if signature != self._signature or own != self._own:
             self.install_hooks()
             self._own = own
-            self._changing = own != self._told
+            self._changing = own != self._agreed_on
         if signature != self._signature:
             if [each[0] for each in signature] != [each[0] for each in self._signature or ()]:
                 # New parameters may receive gradients in separate backward passes, so the usual number of passes is
@@ -533,8 +533,8 @@ class GradientReducer:
             sparse = {each.number: each.dims for each in agreed.layout.sparse}
             self._plan.train(agreed.layout.trained)
             self._plan.arrange(sparse, agreed.layout.order, bucket_bytes(world, self._plan.device))
-            self._told = agreed.layout.trained
-            self._changing = self._own != self._told
+            self._agreed_on = agreed.layout.trained
+            self._changing = self._own != self._agreed_on
         self._number, self._version = agreed, agreed.version
         for bucket in self._plan.buckets:
             inside = self._group(world, bucket.device).scales_inside
@@ -599,7 +599,7 @@ class GradientReducer:
         if verdict.joined or not verdict.alike:
             trained = joined_rank.compare_trained(group, device, self._own)
         plan.train(trained)
-        self._told, self._changing = self._own, False
+        self._agreed_on, self._changing = self._own, False
         found = {
             slot.number: dims[id(slot.parameter)]
             for slot in plan.slots
@@ -654,7 +654,7 @@ class GradientReducer:
             StateMismatch: ranks have different parameters.
             PeerLost: a rank was lost.
         """
-        if self._plan.buckets[0].heard(self._options.wire_op) is not StepFlag.CHANGE:
+        if self._plan.buckets[0].reduced_flag(self._options.wire_op) is not StepFlag.CHANGE:
             return
         absent = self._absent
         reduced = {

@@ -28,7 +28,7 @@ _M_MMAP_THRESHOLD = -3
 # Free bytes that glibc keeps at the end of the heap, in addition to those of a step. At most two gradients exist at a
 # time.
 _MOST_KEPT = 256 << 20
-_MOST_TOLD = (1 << 31) - 1  # maximum of int, the type of mallopt's argument
+_MAX_VALUE = (1 << 31) - 1  # maximum of int, the type of mallopt's argument
 
 
 class MallocTuning:
@@ -55,7 +55,7 @@ class MallocTuning:
         """
         if self._mallopt is None or max(largest, freed) < LARGE_BYTES:
             return
-        self._keep_at_the_end(min(_MOST_KEPT + freed, _MOST_TOLD))
+        self._keep_at_the_end(min(_MOST_KEPT + freed, _MAX_VALUE))
         wanted = min(max(largest + _ROOM, LEAST_THRESHOLD), MOST_THRESHOLD)
         if wanted <= self._threshold:
             return

@@ -505,8 +505,8 @@ class ShardReducer:
         group.broadcast(order, 0).wait()
         self._plan.take_order(tuple(order.tolist()))
 
-    def _computes_differently(self, world: Context, group: Collectives, who: str) -> None:
-        differs = f"{who}: number of threads, CPU instructions or library versions differ from those of rank 0"
+    def _computes_differently(self, world: Context, group: Collectives, ranks: str) -> None:
+        differs = f"{ranks}: number of threads, CPU instructions or library versions differ from those of rank 0"
         if not world.env.allow_inexact:
             error = StateMismatch(
                 f"{differs}; this is rank {world.place.rank}: {', '.join(self.shards.arithmetic[:6])}. Make them"

@@ -119,7 +119,7 @@ class ComputeClient:
             IndexError: the compute job has no dispatcher with this number.
         """
         self._known(dispatcher_id)
-        return self._hear(_dispatcher(dispatcher_id), timeout).decode()
+        return self._receive(_dispatcher(dispatcher_id), timeout).decode()
 
     def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
         """Register a worker with its dispatcher.
@@ -151,7 +151,7 @@ class ComputeClient:
             dispatcher_id = 0
         self._known(dispatcher_id)
         for worker_id in range(dispatcher_id * workers, (dispatcher_id + 1) * workers):
-            self._hear(_worker(dispatcher_id, worker_id), timeout)
+            self._receive(_worker(dispatcher_id, worker_id), timeout)
 
     def shutdown(self) -> None:
         """Request the end of the compute job. Must be called only when no training job needs its data any longer."""
@@ -171,7 +171,7 @@ class ComputeClient:
         try:
             while True:
                 try:
-                    self._hear(_END, _LOOK_S)
+                    self._receive(_END, _LOOK_S)
                     return
                 except TimeoutException:
                     self.look()
@@ -203,7 +203,7 @@ class ComputeClient:
                 f"dispatcher {dispatcher_id} does not exist: pass a number from 0 to {dispatchers - 1}"
             )
 
-    def _hear(self, what: str, timeout: float) -> bytes:
+    def _receive(self, what: str, timeout: float) -> bytes:
         return self._call(
             lambda: self._store.listen_to(what, 0, timeout), f"{what} has registered", timeout
         )

@@ -58,7 +58,7 @@ def test_every_nth_commit_is_written_unless_a_write_is_in_progress():
     for n in range(1, 61):
         step = schedule.at_commit(Commit(2, n), n * 0.1, leads=True, busy=busy)
         if step.ask is not None:
-            assert schedule.told(2, step.ask) and step.ask - n <= 7, "not long before"
+            assert schedule.request(2, step.ask) and step.ask - n <= 7, "not long before"
         if step.begin is not None:
             begun.append(n)
         busy = 20 <= n < 38  # it takes that long
@@ -75,7 +75,7 @@ def test_timed_checkpoint_is_announced_by_rank_0_and_begun_by_all_at_the_same_co
     assert asked is not None and asked >= 61
     for n in range(1, 61):
         assert ranks[1].at_commit(Commit(2, n), n * 1.0, leads=False, busy=False) == Step()
-    assert [each.told(2, asked) for each in ranks] == [True, True]
+    assert [each.request(2, asked) for each in ranks] == [True, True]
     for n in range(61, asked):
         for r in ranks:
             assert r.at_commit(Commit(2, n), float(n), leads=False, busy=False) == Step()
@@ -90,7 +90,7 @@ def test_late_announcement_is_refused_and_the_next_is_made_further_ahead():
     for n in range(100):
         schedule.at_commit(Commit(2, n + 1), n * 0.01, leads=True, busy=False)
     first = schedule.at_commit(Commit(2, 101), 1.0, leads=True, busy=False).ask
-    assert first is not None and not schedule.told(2, 50) and not schedule.told(1, first)
+    assert first is not None and not schedule.request(2, 50) and not schedule.request(1, first)
     schedule.dropped(first, 1.0, again=False)  # as where a replica differs: the time was right
     second = schedule.at_commit(Commit(2, 102), 1.01, leads=True, busy=False).ask
     assert second is not None and second - 102 <= first - 101
@@ -106,7 +106,7 @@ def begun_by_time(*, hastened: bool = False) -> tuple[Schedule, int]:
     if hastened:
         schedule.hasten(0.5)
     asked = schedule.at_commit(Commit(2, 2), 1.0, leads=True, busy=False).ask
-    assert asked is not None and schedule.told(2, asked)
+    assert asked is not None and schedule.request(2, asked)
     assert schedule.at_commit(Commit(2, asked), 2.0, leads=True, busy=False).begin == asked
     return schedule, asked
 
@@ -140,7 +140,7 @@ def test_drop_of_an_older_checkpoint_does_not_cancel_a_newer_request():
     steps = [schedule.at_commit(Commit(2, n), n * 1.0, leads=True, busy=False) for n in (1, 2)]
     assert steps[1].ask == 3
     later = schedule.at_commit(Commit(2, 2), 9.0, leads=True, busy=False).ask
-    assert later is not None and schedule.told(2, 3) and schedule.told(2, later + 3)
+    assert later is not None and schedule.request(2, 3) and schedule.request(2, later + 3)
     schedule.dropped(3, 9.1, again=True)
     step = schedule.at_commit(Commit(2, later + 3), 10.0, leads=True, busy=False)
     assert step == Step(begin=later + 3)
@@ -150,7 +150,7 @@ def test_schedule_is_reset_in_another_world():
     schedule = Schedule(3, None, 0.0)
     for n in (1, 2):
         step = schedule.at_commit(Commit(2, n), n * 1.0, leads=True, busy=False)
-    assert step.ask == 3 and schedule.told(2, 3)
+    assert step.ask == 3 and schedule.request(2, 3)
     for n in (1, 2, 3, 4):
         step = schedule.at_commit(Commit(3, n), 2.0 + n, leads=False, busy=False)
         assert step == Step()
