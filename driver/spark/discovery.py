@@ -85,7 +85,7 @@ class SparkDiscovery:
         """Wait for the slots that the job needs to begin. Return False if the time limit has passed."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        said = False
+        logged = False
         while (slots := sum(self._hosts.values())) < self._wanted:
             self._news.clear()
             if not await self._changed(SETTLE_S) and slots >= self._least:
@@ -98,8 +98,8 @@ class SparkDiscovery:
                     " raise start_timeout"
                 )
                 return False
-            if waited_s >= QUIET_S and not said:
-                said = True
+            if waited_s >= QUIET_S and not logged:
+                logged = True
                 self._log("info", f"waiting for Spark: {tasks}")
         return True
 
@@ -118,7 +118,7 @@ class SparkDiscovery:
 
     def _look(self, loop: asyncio.AbstractEventLoop, over: threading.Event) -> None:
         """Query Spark for decommissioned executors at intervals."""
-        said = ""
+        last_trouble = ""
         while not over.wait(LOOK_S):
             executors = {executor_of(host) for host in self._hosts}
             try:
@@ -126,12 +126,12 @@ class SparkDiscovery:
             except Exception as error:  # py4j raises exceptions of various types
                 leaving, trouble = set(), type(error).__name__
             with contextlib.suppress(RuntimeError):  # The event loop is closed.
-                if trouble and trouble != said:
+                if trouble and trouble != last_trouble:
                     text = f"the list of decommissioned Spark executors can't be read: {trouble}"
                     loop.call_soon_threadsafe(self._log, "warning", text)
                 if leaving - self._left:
                     loop.call_soon_threadsafe(self._leave, leaving)
-            said = trouble
+            last_trouble = trouble
 
     def _leave(self, executors: set[str]) -> None:
         for executor in sorted(executors - self._left):
