@@ -300,7 +300,7 @@ class FileJournal(Journal):
 
         If a driver may resume from the journal, a new segment begins instead of a snapshot that is due anyway.
         """
-        if self._segment_due() and (not self._resumable or self._due(1)) and self._suits():
+        if self._segment_due() and (not self.resumable or self.due(1)) and self.suits():
             await self._begin_segment()
         else:
             await super().rest()
@@ -330,20 +330,20 @@ class FileJournal(Journal):
     # ---- segments --------------------------------------------------------------------------------------------------
 
     def _segment_due(self, *, overdue: bool = False) -> bool:
-        if self.take is None or self._header is None or not self._ring:
+        if self.take is None or self._header is None or not self.ring:
             return False
         if self._size < self._retry_at:
             return False
-        return self._archive.limits.reached(self._size, self._snapshot_bytes, overdue=overdue)
+        return self._archive.limits.reached(self._size, self.snapshot_bytes, overdue=overdue)
 
     async def _begin_segment(self) -> None:
         """Begin a new segment with a snapshot of the state. If this fails, the current segment grows instead."""
         self._write_pending()
-        data = self._taken()
+        data = self.taken()
         if data is None or self._header is None:
             return
         header = msgspec.structs.replace(self._header, segment=self._header.segment + 1)
-        snapshot = Snapshot(msgspec.Raw(data), self._ring[-1].at, self.writer)
+        snapshot = Snapshot(msgspec.Raw(data), self.ring[-1].at, self.writer)
         lines = encoded(header) + encoded(snapshot)
         try:
             await self._archive.begin_segment(self._header, lines)
@@ -358,7 +358,7 @@ class FileJournal(Journal):
             )
             return
         self._header, self._size, self._retry_at = header, len(lines), 0
-        self._count_from_snapshot(data)
+        self.count_from_snapshot(data)
         await asyncio.to_thread(self._archive.finish_segment)
 
     # ---- lines -----------------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ class FileJournal(Journal):
         except OSError as error:
             path = repr(str(self._archive.path))
             followed = ""
-            if self._resumable and self.take is not None:
+            if self.resumable and self.take is not None:
                 self._abandon()
                 followed = "; no other driver can continue this job after this one"
             self.close()

@@ -98,13 +98,13 @@ class Journal:
         policy = policy or SnapshotPolicy()
         self.failed = policy.failed
         self.take = policy.take
-        self._resumable = policy.resumable
+        self.resumable = policy.resumable
         self._every = policy.snapshot_every
-        self._suits = policy.suits
+        self.suits = policy.suits
         self._entries = entries  # number of entries since the last snapshot
         self._bytes = 0
-        self._snapshot_bytes = 0
-        self._ring: deque[Entry] = deque(maxlen=RING)
+        self.snapshot_bytes = 0
+        self.ring: deque[Entry] = deque(maxlen=RING)
 
     def record(
         self,
@@ -128,13 +128,13 @@ class Journal:
 
     def append(self, entry: Entry) -> None:
         """Record an entry. See `record`."""
-        self._ring.append(entry)
+        self.ring.append(entry)
         self._bytes += self._keep(entry)
         self._entries += 1
         if entry.error:
             # Take no more snapshots, because the state may be inconsistent after an exception.
             self.take = None
-        elif self._due(FORCED):
+        elif self.due(FORCED):
             self._snapshot()
 
     def trouble(self, at: float, reason: Reason) -> None:
@@ -148,13 +148,13 @@ class Journal:
 
         Call this only if no decision is pending and all recorded entries are settled.
         """
-        if self._due(1) and self._suits():
+        if self.due(1) and self.suits():
             self._snapshot()
             await self.settle()
 
     def story(self, last: int = RING) -> str:
         """Return the latest ``last`` entries as readable text, oldest first."""
-        entries = list(self._ring)[-last:]
+        entries = list(self.ring)[-last:]
         return (
             "\n".join(readable_lines(entries, since=entries[0].at)) if entries else "no events yet"
         )
@@ -170,18 +170,18 @@ class Journal:
     def keep_snapshot(self, data: bytes, at: float) -> None:
         """Store a snapshot of the state after the last entry."""
 
-    def _due(self, patience: int) -> bool:
-        if self.take is None or not self._resumable or self._entries < patience * self._every:
+    def due(self, patience: int) -> bool:
+        if self.take is None or not self.resumable or self._entries < patience * self._every:
             return False
-        return self._bytes >= patience * self._snapshot_bytes
+        return self._bytes >= patience * self.snapshot_bytes
 
     def _snapshot(self) -> None:
-        data = self._taken()
+        data = self.taken()
         if data is not None:
-            self._count_from_snapshot(data)
-            self.keep_snapshot(data, self._ring[-1].at)
+            self.count_from_snapshot(data)
+            self.keep_snapshot(data, self.ring[-1].at)
 
-    def _taken(self) -> bytes | None:
+    def taken(self) -> bytes | None:
         """Return a snapshot of the state after the last entry, or None if it cannot be taken."""
         assert self.take is not None
         try:
@@ -192,9 +192,9 @@ class Journal:
             self.failed(f"the journal gets no more snapshots: {error}")
             return None
 
-    def _count_from_snapshot(self, data: bytes) -> None:
+    def count_from_snapshot(self, data: bytes) -> None:
         self._entries = self._bytes = 0
-        self._snapshot_bytes = len(data)
+        self.snapshot_bytes = len(data)
 
 
 class Archive(Protocol):

@@ -261,7 +261,9 @@ WARNING_RANK_LOCALHOST_IS_STRAGGLER = (
 WARNING_RANK_LOCALHOST_KEEPS = (
     r"warning: rank \d \(localhost:1#1 .* keeps the others waiting .* busy \(CPU"
 )
-WARNING_WARDEN_PROCESS_DOES = "warning: the orphan reaper is not running: it died 3 times"
+WARNING_WARDEN_PROCESS_DOES = (
+    "warning: the orphan reaper is not running: it exited 3 consecutive times"
+)
 WENT_AFTERWARDS = "continued afterwards"
 WORKERS_CPU_EACH_WERE = "100 workers of CPU 1 each were requested, but 8 could be placed"
 WORKERS_FIND_AGAIN = "workers to reconnect"

@@ -376,7 +376,7 @@ def test_only_the_worker_that_computes_wrongly_is_fenced_as_miscomputed_in_time(
         outcome = sim.run()
         undecided = outcome.reason.kind is ReasonKind.SAME_EXCEPTION  # in a world of two
         assert outcome.code == 0 or undecided, f"seed {seed}: {outcome}"
-        injected += sum("wrongly" in each for each in outcome.faults)
+        injected += sum("incorrectly" in each for each in outcome.faults)
         named += sum(
             isinstance(action, events.KillWorker) and action.reason.kind is ReasonKind.MISCOMPUTED
             for entry in sim.driver.entries
