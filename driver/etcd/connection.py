@@ -163,7 +163,7 @@ class EtcdConnection:
         if code is codes.RESOURCE_EXHAUSTED and "larger than max" in details:
             return Rejected(text)
         if code is codes.DEADLINE_EXCEEDED:
-            return Unavailable("etcd did not respond in time")
+            return Unavailable("no response in time")
         if code in _rejections(codes):
             return Rejected(text)
         return _trouble(details, self._access)

@@ -156,7 +156,7 @@ NEEDS_SIZE = "pass size=hvd"
 NEEDS_WORKER_PODS_GO = "needs 2 worker pods to continue"
 NEW_AGENT_WORKERS_ONE = "127.0.0.2 has a new agent; the workers of the previous agent were lost"
 NONE = "addresses is empty"
-NOTES_JSON_NO_FILE = r"notes\.json was not written by a compute job.*: pass another"
+NOTES_JSON_NO_FILE = r"notes\.json is not replaced, .* not written by a compute job.*: pass another"
 IS_A_FILE = "or one of its parents is a file: "
 NOT_EXECUTABLE = "it is not executable"
 NOT_FROM_PREPARED_PROCESS = (

@@ -387,11 +387,11 @@ async def test_live_hosts_stay_listed_after_a_restart_of_etcd(cluster):
         await lists.shows({"b": 4, "a": 2})
         member.kill()
         agent.process.kill()
-        await stage.log.says("does not answer (connection refused)")
+        await stage.log.says("does not respond (connection refused)")
         waiting = asyncio.ensure_future(stage.etcd.put(stage.root + "x", b"", within_s=None))
         await asyncio.sleep(0.7)  # so that the leases would be over
         member.start()
-        await stage.log.says("answers again")
+        await stage.log.says("responds again")
         assert await asyncio.wait_for(waiting, SOON_S)
         await lists.shows({"b": 4})
         assert lists.seen == [{}, {"b": 4}, {"b": 4, "a": 2}, {"b": 4}]
@@ -414,10 +414,10 @@ async def test_leadership_and_hosts_survive_an_etcd_outage_longer_than_the_lease
         await stage.register("a", ttl_s=1)
         await lists.shows({"a": 2})
         with cluster.members[0].stopped():
-            await stage.log.says("does not answer (no answer in time)")
-            await stage.logs[watching].says("does not answer (no answer in time)")
+            await stage.log.says("does not respond (no response in time)")
+            await stage.logs[watching].says("does not respond (no response in time)")
             await asyncio.sleep(1.0)  # and a second after its lease etcd would end it
-        await stage.log.says("answers again")
+        await stage.log.says("responds again")
         await candidate.transact([(stage.root + "x", b"")])
         await asyncio.sleep(2.2)  # the list is settled, the standby has seen that it isn't needed
         assert lists.seen == [{}, {"a": 2}]

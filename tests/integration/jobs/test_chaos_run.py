@@ -281,7 +281,7 @@ def test_an_exited_process_is_not_touched():
     process.wait()
     worker = Worker("localhost", 0)
     injector = Injector("this job", lambda text: None)
-    with pytest.raises(NotOurs, match="has exited"):
+    with pytest.raises(NotOurs, match="has already exited"):
         injector.inject(Fault("kill", at_s=0.0), worker, {worker: process.pid}, (0, 1), 0.0)
 
 
