@@ -283,13 +283,13 @@ def told(kind: str, slot: int, **fields) -> dict:
 
 def test_job_is_full_when_four_workers_train_and_commit():
     story = JournalFacts()
-    story.hear(world(2, 0, 1, 2, 3))
+    story.update(world(2, 0, 1, 2, 3))
     for slot in range(4):
-        story.hear(told("WorkerResumed", slot, generation=2))
+        story.update(told("WorkerResumed", slot, generation=2))
     was_full = [story.full]
-    story.hear(told("WorkerDigested", 0, commit=[2, 2]))
+    story.update(told("WorkerDigested", 0, commit=[2, 2]))
     was_full.append(story.full)
-    story.hear(told("WorkerExited", 1, code=-9))
+    story.update(told("WorkerExited", 1, code=-9))
     was_full.append(story.full)
     assert was_full == [False, True, False]
 
@@ -297,8 +297,8 @@ def test_job_is_full_when_four_workers_train_and_commit():
 def test_newest_member_is_the_last_connected_member_of_the_world():
     story = JournalFacts()
     for slot in (1, 3, 0, 2):
-        story.hear(told("WorkerConnected", slot, pid=1))
-    story.hear(world(2, 0, 1, 3))
+        story.update(told("WorkerConnected", slot, pid=1))
+    story.update(world(2, 0, 1, 3))
     assert story.newest == "h:0#1"
 
 

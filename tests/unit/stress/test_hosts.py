@@ -232,7 +232,7 @@ A, B, C = (Name(host, 0) for host in "abc")
 
 def record_event(adoptions: Adoptions, event: Event, *actions: PublishWorld) -> int:
     line = {"at": 1.0, "event": event, "actions": list(actions)}
-    adoptions.hear(msgspec.to_builtins(line))
+    adoptions.update(msgspec.to_builtins(line))
     return adoptions.done
 
 
