@@ -103,7 +103,7 @@ def recovery_line(
         # A later commit may have been lost with a worker, before all ranks had a copy.
         lost = f"resumed from commit {report.shards.restored}, the newest with all shards"
     if held and not committed:
-        lost = "no commit yet, so training starts over"
+        lost = "no commit yet; training starts over"
     if report.from_checkpoint:
         lost = "back to the newest checkpoint"
     if report.back_to is not None:

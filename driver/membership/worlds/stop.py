@@ -59,7 +59,7 @@ class Stop(Part):
         if not waits or not self.worlds.world.running:
             self.worlds.end(1, as_sentence(event.reason))
         within = f"waiting up to {event.checkpoint_s:g} s for a last checkpoint"
-        self.actions.log("info", f"{within}; a second stop request ends the job without it")
+        self.actions.log("info", f"{within}; a second stop request skips it")
         self._request = event
         self._by = self.actions.now + event.checkpoint_s
         self._least = self._trained_to
