@@ -60,14 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"mean seconds between faults (default: {MEAN_S:g})",
     )
-    add("--faults", metavar="LIST", help="kinds of fault to draw (default: kill,freeze)")
-    add("--seed", type=int, metavar="N", help="seed of the random faults (default: random)")
-    add(
-        "--duration",
-        type=float,
-        metavar="S",
-        help="stop injecting faults after S seconds (default: at the end of the job)",
-    )
+    faults.add_flags_of_random_faults(parser)
     parser.set_defaults(plan=None)
 
 

@@ -75,6 +75,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="mean number of seconds between random faults; conflicts with --plan",
     )
+    add_flags_of_random_faults(parser)
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check the plan and the job, print the faults, and exit",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write the report to FILE")
+    add("--no-digests", action="store_true", help="do not compare replicas at every commit")
+
+
+def add_flags_of_random_faults(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that limit random faults. `plan_of` reads them."""
+    add = parser.add_argument
     add("--faults", metavar="LIST", help="kinds of fault to draw (default: kill,freeze)")
     add("--seed", type=int, metavar="N", help="seed of the random faults (default: random)")
     add(
@@ -83,13 +96,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="stop injecting faults after S seconds (default: at the end of the job)",
     )
-    add(
-        "--dry-run",
-        action="store_true",
-        help="check the plan and the job, print the faults, and exit",
-    )
-    add("--json", type=Path, metavar="FILE", help="also write the report to FILE")
-    add("--no-digests", action="store_true", help="do not compare replicas at every commit")
 
 
 def main(options: argparse.Namespace) -> int:

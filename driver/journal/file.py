@@ -54,6 +54,7 @@ from elastic.driver.journal.segment_files import (
     remove_older,
     remove_unfinished,
 )
+from elastic.driver.network.blocking_calls import to_thread
 from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
@@ -62,6 +63,7 @@ KEPT = 5  # maximum number of earlier jobs whose journals are kept
 TOGETHER = 1000  # maximum number of entries that are written with a later one
 BLOCK = 1 << 20  # bytes per read in the search for the last snapshot
 LIMITS = SegmentLimits()
+SYNC_S = 30.0  # timeout in seconds for the storage to sync a segment, or to delete old ones
 OPENED = 5  # maximum number of attempts to open a file that another driver replaces
 _LACKING = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -198,7 +200,7 @@ class FileArchive:
                 if error.errno not in _LACKING:
                     raise
             write_all(fd, lines)
-            await asyncio.to_thread(_sync, new)
+            await _synced(new)
             if self.fd < 0:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             keep_segment(self.path, header.segment)
@@ -351,7 +353,9 @@ class FileJournal(Journal):
             if self._archive.fd < 0:
                 return  # the journal was closed
             self._retry_at = 2 * self._size
-            why = error.strerror if isinstance(error, OSError) else error
+            why = str(error)
+            if isinstance(error, OSError):
+                why = f"{error.strerror}. Check the free space and the permissions of its folder"
             self.failed(
                 f"the journal {str(self._archive.path)!r} grows beyond its limit, because no new segment can be"
                 f" written: {why}"
@@ -359,7 +363,8 @@ class FileJournal(Journal):
             return
         self._header, self._size, self._retry_at = header, len(lines), 0
         self.count_from_snapshot(data)
-        await asyncio.to_thread(self._archive.finish_segment)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await to_thread(self._archive.finish_segment, within_s=SYNC_S)
 
     # ---- lines -----------------------------------------------------------------------------------------------------
 
@@ -447,6 +452,18 @@ def _opened_and_locked(path: Path) -> int:
                 return fd
         os.close(fd)
     raise _in_use(path)
+
+
+async def _synced(path: Path) -> None:
+    """Sync a file to disk, in a thread that does not delay the exit of the process.
+
+    Raises:
+        OSError: the file cannot be synced, or the storage did not respond within `SYNC_S` seconds.
+    """
+    try:
+        await to_thread(_sync, path, within_s=SYNC_S)
+    except asyncio.TimeoutError:
+        raise OSError(errno.ETIMEDOUT, f"no response within {SYNC_S:g} s") from None
 
 
 def _sync(path: Path) -> None:

@@ -25,9 +25,8 @@ class Broadcast(NamedTuple):
     """Result of a broadcast through the store, equal on all ranks."""
 
     content: bytes | None  # None iff it exceeded `LIMIT`
-    replies: list[
-        bytes | None
-    ]  # of the other ranks, in rank order; None for a reply that was too large
+    # replies of the other ranks in rank order; None for a reply that was too large
+    replies: list[bytes | None]
 
 
 class DistantGroup:
@@ -75,14 +74,6 @@ class DistantGroup:
             return Broadcast(blobs[root], replies)
 
         return received
-
-    def broadcast_short(self, content: bytes | bytearray, root: int) -> bytes | None:
-        """Broadcast the bytes of rank ``root``, and return them. Return None on all ranks if they exceed `LIMIT`.
-
-        Raises:
-            CollectiveFailed: a rank was lost.
-        """
-        return self.start_broadcast(content, root)().content
 
     def any_of(self, flags: Sequence[bool]) -> list[bool] | None:
         """Return, for each flag, whether it is set on at least one rank.

@@ -77,9 +77,7 @@ def broadcast_bytes(
         CollectiveFailed: a rank was lost.
     """
     if isinstance(group, DistantGroup):
-        received = group.broadcast_short(content, root)
-        if received is not None:
-            return received
+        return broadcast_with_replies(group, content, root, b"")[0]
     return _broadcast_tensors(group, content, root)
 
 
@@ -102,7 +100,7 @@ def _broadcast_tensors(
 
 
 def broadcast_with_replies(
-    group: Collectives | DistantGroup, content: bytes, root: int, reply: bytes
+    group: Collectives | DistantGroup, content: bytes | bytearray, root: int, reply: bytes
 ) -> tuple[bytes | bytearray, list[bytes] | None]:
     """Broadcast the bytes of rank ``root``, and send the replies of the other ranks to all ranks at the same time.
 

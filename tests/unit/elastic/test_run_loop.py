@@ -102,13 +102,8 @@ def entering(world: World) -> tuple[Any, Any]:
     return rt, state
 
 
-@pytest.mark.parametrize("calls_back", [True, False])
-def test_state_after_reset_callbacks_is_committed_when_sent_to_a_joining_worker(calls_back):
-    place = Place(0, 2, 0, 2, 0, 1)
-    world = World(4, place, Address("h", 1), holders=1, commit=Commit(3, 5), reason="h:1#2 joined")
-    rt, state = entering(world)
-    state.calls_back.return_value = calls_back
-    rt.commits.adopt.side_effect = lambda copied: state.mock_calls.append(call.adopted())
+def enter(rt: Any, state: Any) -> None:
+    """Enter the world as a worker whose script runs no code in it."""
     with (
         patch.object(durable, "entered"),
         patch.object(following_group, "follow"),
@@ -117,6 +112,16 @@ def test_state_after_reset_callbacks_is_committed_when_sent_to_a_joining_worker(
         patch.object(run_loop, "runs_script_in_reset", return_value=False),
     ):
         run_loop._enter_world(rt, state, "", first=False)
+
+
+@pytest.mark.parametrize("calls_back", [True, False])
+def test_state_after_reset_callbacks_is_committed_when_sent_to_a_joining_worker(calls_back):
+    place = Place(0, 2, 0, 2, 0, 1)
+    world = World(4, place, Address("h", 1), holders=1, commit=Commit(3, 5), reason="h:1#2 joined")
+    rt, state = entering(world)
+    state.calls_back.return_value = calls_back
+    rt.commits.adopt.side_effect = lambda copied: state.mock_calls.append(call.adopted())
+    enter(rt, state)
     said = [
         name for name, *_ in state.mock_calls if name in ("on_reset", "transfer", "save", "adopted")
     ]
@@ -152,15 +157,7 @@ def test_digest_of_a_copy_is_reported_only_when_sent_by_rank_0(rank, compared):
     world = World(4, place, Address("h", 1), 2, commit, "h:1#2 joined", copies=copies)
     rt, state = entering(world)
     state.transfer.return_value = 100
-    with (
-        patch.object(durable, "entered"),
-        patch.object(following_group, "follow"),
-        patch.object(following_group, "settle"),
-        patch.object(process_sets, "start_copy", autospec=True, return_value=list),
-        patch.object(run_loop, "has_custom_sync", return_value=False),
-        patch.object(run_loop, "runs_script_in_reset", return_value=False),
-    ):
-        run_loop._enter_world(rt, state, "", first=False)
+    enter(rt, state)
     assert rt.commits.report_digest.called == compared
 
 

@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -272,10 +273,10 @@ async def test_cancelled_switch_leaves_the_current_segment(tmp_path, monkeypatch
     path = tmp_path / "j"
     driver = await Driver(path).start()
 
-    async def never(function: Callable[..., object], *args: object) -> None:
+    async def never(function: Callable[..., object], *args: object, within_s: float) -> None:
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(asyncio, "to_thread", never)
+    monkeypatch.setattr(journal_file, "to_thread", never)
     with pytest.raises(asyncio.CancelledError):
         await driver.turns(100)
     monkeypatch.undo()
@@ -309,6 +310,24 @@ async def test_full_disk_during_the_switch_is_logged_and_the_journal_continues(
     await driver.turns(200)
     driver.journal.close()
     assert header_in(path).segment > 1 and len(read(path)[1]) == 280
+
+
+async def test_storage_that_does_not_respond_during_the_switch_delays_no_driver(
+    tmp_path, monkeypatch
+):
+    path, responds = tmp_path / "j", threading.Event()
+    driver = await Driver(path).start()
+    monkeypatch.setattr(journal_file, "SYNC_S", 0.01)
+    monkeypatch.setattr(journal_file, "_sync", lambda path: responds.wait(60.0))
+    try:
+        await driver.turns(40)
+    finally:
+        responds.set()
+    driver.journal.close()
+    assert header_in(path).segment == 1 and not next_path(path).exists()
+    assert len(driver.logged) == 1
+    recorded("log", driver.logged)
+    assert len(read(path)[1]) == int(driver.now)
 
 
 async def test_foreign_file_with_the_name_of_a_segment_is_neither_replaced_nor_deleted(tmp_path):
