@@ -14,8 +14,8 @@ import pytest
 import tensorflow as tf
 
 import horovod.tensorflow as hvd
-from elastic.rendezvous.store import listen
 from harness import wording
+from harness.ports import free_port
 from horovod.runner.common.service.compute_service import ComputeClient, ComputeService
 from horovod.runner.common.util.timeout import TimeoutException
 from horovod.tensorflow.data import compute_service, compute_worker
@@ -109,8 +109,7 @@ def test_an_http_proxy_is_not_used(rank, size):
 
 
 def test_an_unreachable_dispatcher_is_named_immediately(rank, size):
-    gone = listen("127.0.0.1")
-    gone.close()
+    port = free_port()  # nothing listens on it
     calls = {
         "training": compute_worker_fn,  # the job with the dispatcher
         "compute": lambda config: tf_data_service(config, rank).__enter__(),
@@ -118,7 +117,7 @@ def test_an_unreachable_dispatcher_is_named_immediately(rank, size):
     for side, call in calls.items():
         service = ComputeService(1, size, KEY, host="127.0.0.1")
         config = TfDataServiceConfig(1, size, side, service.addresses(), KEY, 30)
-        config.compute_client().register_dispatcher(0, f"grpc://127.0.0.1:{gone.address.port}")
+        config.compute_client().register_dispatcher(0, f"grpc://127.0.0.1:{port}")
         with pytest.raises(ConnectionError, match=wording.DISPATCHER_CANT_BE_REACHED):
             call(config)
         service.shutdown()

@@ -14,6 +14,7 @@ from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address
 from elastic.rendezvous import store as stores
 from elastic.rendezvous.store import Call, Store, listen
+from harness.ports import free_port
 
 SECRET = b"secret"
 WAIT_S = 20.0
@@ -102,14 +103,12 @@ def test_connections_that_were_started_ahead_are_used_as_soon_as_the_store_is_se
 
 
 def test_connection_that_was_refused_is_made_again_once_a_store_listens():
-    listener = listen("127.0.0.1")
-    listener.close()
-    sockets = stores.connect_ahead(listener.address, 1)
-    again = listen("127.0.0.1", listener.address.port)
-    served = Store(again.address, again, WAIT_S, secret=SECRET)
+    address = Address("127.0.0.1", free_port())
+    sockets = stores.connect_ahead(address, 1)
+    served = Store(address, listen(address.host, address.port), WAIT_S, secret=SECRET)
     served.provide("value", lambda: [b"7"])
     served.open()
-    ahead = Store(again.address, None, WAIT_S, secret=SECRET, keeps=2, connecting=sockets)
+    ahead = Store(address, None, WAIT_S, secret=SECRET, keeps=2, connecting=sockets)
     try:
         assert ahead.exchange("value", 1, 0, b"") == [b"7"]
     finally:

@@ -24,7 +24,6 @@ from elastic.errors import CollectiveFailed, Invalid
 from elastic.rendezvous import environment, find_rank0
 from elastic.rendezvous.find_rank0 import Rank0Endpoint, meet
 from elastic.rendezvous.launcher_env import ByAddress, ByFile, LauncherEnv
-from elastic.rendezvous.store import listen
 from harness.forked import MARK, Forked
 from harness.golden import raises, recorded
 from harness.history import SCRIPTS
@@ -174,14 +173,13 @@ def test_the_file_is_private_contains_a_secret_and_is_removed(folder):
 
 
 def test_rendezvous_file_of_a_dead_job_does_not_affect_another_job(folder):
-    dead = listen("127.0.0.1")
-    dead.close()
+    dead = free_port()  # nothing listens on it
     find_rank0.private_folder()
-    find_rank0._File(ByFile("job")).publish(Rank0Endpoint("127.0.0.1", dead.address.port, b"old"))
+    find_rank0._File(ByFile("job")).publish(Rank0Endpoint("127.0.0.1", dead, b"old"))
     with ThreadPoolExecutor(2) as pool:
         late = pool.submit(meet, rank(1), env())
         meet(rank(0), env())
-        assert late.result(20).store.address.port != dead.address.port
+        assert late.result(20).store.address.port != dead
 
 
 def test_a_missing_rank_is_reported(folder):
