@@ -390,6 +390,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         # may differ.
         rt.commits.report_digest(state.digest(), 0)
     if world.checkpoint:
+        state.reconcile()
         durable.finish(rt, state)
 
 

@@ -46,6 +46,7 @@ from elastic.diloco.rounds import (
     TakeInner,
     TakeMerges,
     TakePart,
+    WorldId,
     adopted,
 )
 from elastic.diloco.schedule import RoundSchedule, partition
@@ -66,6 +67,14 @@ REPORTS = "diloco reports"
 REPORT_LIMIT = 128 << 10  # maximum length of a report that is sent through the store, in characters
 # first byte of a report: whether the rank has sent it before it received the state, if it receives the state
 _BEFORE, _AFTER = b"<", b">"
+
+
+class MergedValues(NamedTuple):
+    """Values of merged fragments, by index of the outer parameter."""
+
+    outer: dict[int, torch.Tensor]
+    entries: dict[int, dict[str, Any]]  # of the outer optimizer
+    groups: list[dict[str, Any]]  # options of the outer optimizer
 
 
 class SentReport(NamedTuple):
@@ -114,6 +123,7 @@ class DiLoCo:
             fewer. Default: half of the islands, rounded up.
 
     Attributes:
+        lacks_merges: whether this worker received a commit of another worker, and has not made the same merges yet.
         replica: the DistributedDataParallel that was given as the model, or None.
         bytes_sent: total size of the pseudo-gradients that this worker has sent, in bytes. 0 unless it leads its
             island.
@@ -174,6 +184,7 @@ class DiLoCo:
         self.outer = [torch.nn.Parameter(each.detach().clone()) for each in self.inner]
         self.outer_optimizer = self._pointed_to_outer(outer_optimizer)
         self.bytes_sent = 0
+        self.lacks_merges = False
         # Name of this object in a state, which repeats an interrupted merge in the next world; None without a state.
         self.name_in_state: str | None = None
         self._begun: SentReport | None = None  # not None iff `begin_reconcile` has sent a report
@@ -188,9 +199,7 @@ class DiLoCo:
         self._sent_residual: tuple[int, torch.Tensor] | None = None
         # handle and buffer of the mean, and of the total number of tokens if islands are weighted by tokens
         self._in_flight: list[tuple[int, torch.Tensor]] = []
-        self._mean: torch.Tensor | None = (
-            None  # mean received last, or None until it is complete on the leader
-        )
+        self._mean: torch.Tensor | None = None  # mean that was received and not applied
         self._absent: list[str] = []  # islands that did not take part in the mean `_mean`
         self._absent_before: list[str] = []  # islands that did not take part in the previous mean
         self._waited_s = 0.0  # time in seconds that the leader waited for the mean `_mean`
@@ -272,6 +281,7 @@ class DiLoCo:
         rt = _context()
         try:
             self._run(self.rounds.step(_world_of(rt), self._islands(rt), tokens))
+            self._receive_early()
         except PeerLost:
             if self.name_in_state is None or rt is None or rt.alone or not rt.elastic:
                 raise
@@ -290,6 +300,22 @@ class DiLoCo:
             self.rounds.interrupted()
             raise
 
+    def _receive_early(self) -> None:
+        """Receive the mean of the sent fragment if it is complete, although the merge is due in a later step.
+
+        If the world ends before that step, this rank can still catch up with ranks that have applied the mean.
+        """
+        pending = self.rounds.pending
+        if pending is None or not self._in_flight or self.rounds.quorum:
+            return
+        if all(submission.over(handle) for handle, _ in self._in_flight):
+            try:
+                self._mean = self._received(pending.fragment)
+            except PeerLost:
+                self.rounds.interrupted()
+                raise
+            self.rounds.mean_received()
+
     def _islands(self, rt: context.Context | None) -> Islands:
         if self._group is not None:
             return self._group.islands
@@ -301,8 +327,8 @@ class DiLoCo:
             case CompareReports(report):
                 self._in_flight, self._exchange = [], None
                 return self._compare_reports(report)
-            case TakeMerges(root, fragments, missed):
-                self._take_merges(root, {each: each in missed for each in fragments})
+            case TakeMerges():
+                self._take_merges(action)
             case TakePart(merge, leaders):
                 self._take_part(merge, leaders)
             case Follow(merge, root):
@@ -312,18 +338,21 @@ class DiLoCo:
             case CompareIsland(sent, tokens):
                 return self._compare_island(sent.fragment, tokens)
             case StartMean(sent, leaders, weight):
+                self._mean = None
                 self._send(sent.fragment, leaders, weight)
             case AwaitMean(fragment):
-                self._mean = self._received(fragment)
+                if self._mean is None or self.rounds.quorum:
+                    self._mean = self._received(fragment)
                 return self._absent
             case ShareMean(fragment, root):
                 self._mean = self._shared(fragment, root)
                 return self._absent
-            case ApplyMean(fragment, missed):
+            case ApplyMean(fragment, missed, repeated):
                 assert self._mean is not None
                 mean, self._mean = self._mean, None
                 self._apply(fragment, mean, missed)
-                self._report_merge()
+                if not repeated:
+                    self._report_merge()
         return None
 
     def _compare_reports(self, report: str) -> Sequence[str]:
@@ -384,21 +413,48 @@ class DiLoCo:
         decided, wanted = shared.tolist()
         return Decisions(decided, bool(wanted))
 
-    def _take_merges(self, root: int, missing: dict[int, bool]) -> None:
-        """Receive the outer parameters from a rank on which the last collective completed, if it failed on this rank.
+    def _take_merges(self, action: TakeMerges) -> None:
+        """Receive merges from a rank on which their collectives completed, if they failed on this rank.
 
-        All ranks must call this method.
+        All ranks, or all ranks of the island, must call this method.
         """
-        mine = [each.detach() for each in self.outer], self.outer_optimizer.state_dict()
-        outer, entries = broadcast_object(mine, root, "diloco.merges")
-        if not missing:
+        root = action.root
+        mine = self._merges(action.sent) if context.current().place.rank == root else None
+        if action.in_island:
+            assert self._group is not None
+            theirs = self._group.broadcast_object(mine, root)
+        else:
+            theirs = broadcast_object(mine, root, "diloco.merges")
+        if not action.fragments:
             return
         self.remember_outer()
+        indices = {i for fragment in action.fragments for i in self.parts[fragment]}
         with torch.no_grad():
-            for own, theirs in zip(self.outer, outer, strict=True):
-                own.copy_(theirs)
-        self.outer_optimizer.load_state_dict(entries)
-        self.adopt_gained(missing)
+            for i in indices:
+                self.outer[i].copy_(theirs.outer[i])
+        # Entries of other fragments keep their values.
+        own = self.outer_optimizer.state_dict()
+        places = self._places()
+        taken = {places[i]: theirs.entries[i] for i in indices if i in theirs.entries}
+        self.outer_optimizer.load_state_dict(
+            {"state": own["state"] | taken, "param_groups": theirs.groups}
+        )
+        self.adopt_gained({each: each in action.missed for each in action.fragments})
+
+    def _merges(self, fragments: Iterable[int]) -> MergedValues:
+        """Return the outer parameters of these fragments, and their entries in the outer optimizer."""
+        state, places = self.outer_optimizer.state_dict(), self._places()
+        indices = [i for fragment in fragments for i in self.parts[fragment]]
+        entries = {i: state["state"][places[i]] for i in indices if places[i] in state["state"]}
+        outer = {i: self.outer[i].detach() for i in indices}
+        return MergedValues(outer, entries, state["param_groups"])
+
+    def _places(self) -> list[int]:
+        """Return the index in the outer optimizer's ``state_dict()`` of each outer parameter."""
+        stepped = [
+            id(each) for group in self.outer_optimizer.param_groups for each in group["params"]
+        ]
+        return [stepped.index(id(each)) for each in self.outer]
 
     def _take_inner(self, root: int, kept: bool) -> None:
         """Receive the inner state of another worker of this island. Collective in the island.
@@ -600,10 +656,12 @@ class DiLoCo:
                 print(f"elastic: diloco: {line}", file=sys.stderr, flush=True)
 
     def _shared(self, fragment: int, root: int) -> torch.Tensor:
-        """Receive the mean of a fragment from the leader of this island."""
+        """Receive the mean of a fragment from a rank of this island, usually its leader."""
         assert self._group is not None
-        mean = self._mean
-        if mean is None:
+        if self.rounds.islands.rank == root:
+            assert self._mean is not None
+            mean = self._mean
+        else:
             elements, dtype = self._kind(fragment)
             if self._format is not None:
                 dtype = torch.float32
@@ -727,6 +785,7 @@ class DiLoCo:
         """
         rt = _context()
         self._run(self.rounds.enter(_world_of(rt), self._islands(rt)))
+        self.lacks_merges = False
 
     def take_shared(self, values: dict[str, Any]) -> dict[int, bool]:
         """Set the counters to the values that `Rounds.shared` returned on another rank.
@@ -883,8 +942,8 @@ def _check_inner(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
         )
 
 
-def _world_of(rt: context.Context | None) -> tuple[int, int] | None:
-    return None if rt is None else (id(rt), rt.generation)
+def _world_of(rt: context.Context | None) -> WorldId | None:
+    return None if rt is None else WorldId(rt.generation, id(rt))
 
 
 def _context() -> context.Context | None:

@@ -54,6 +54,14 @@ class Islands:
         return self.leader == self.rank
 
     @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each island, in the order of `leaders`."""
+        found: dict[str, list[int]] = {}
+        for rank, name in enumerate(self.names):
+            found.setdefault(name, []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+    @property
     def leaders(self) -> tuple[int, ...]:
         """Leaders of all islands in ascending order."""
         first: dict[str, int] = {}

@@ -7,7 +7,9 @@ Pure: no I/O, no clock.
 `Rounds.step` yields actions. The caller performs each action and sends its answer to the generator. If a collective
 fails because a peer was lost, the caller abandons the generator and calls `Rounds.interrupted`: the merge stays
 pending, and is repeated in the next world. A collective may complete on some ranks and fail on others. The ranks on
-which it has failed then take the merge from a rank on which it has completed.
+which it has failed then catch up with a rank that has applied its mean. If they, or another rank of their island, have
+received the mean but not applied it, they apply it now. Otherwise they receive the merged outer parameters, if possible
+from a rank of their island.
 
 With a quorum, merges have one order, and are counted from the start of the job. A round ends once the fastest island
 has taken ``every`` inner steps: the other islands then send their changes after their next inner step. A merge does not
@@ -21,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,15 +41,19 @@ class CompareReports:
 
 @dataclass(frozen=True)
 class TakeMerges:
-    """Action: receive outer parameters and optimizer from rank ``root``.
+    """Action: receive outer parameters and entries of the outer optimizer from rank ``root``.
 
     ``fragments`` are the fragments that the root has merged and this rank has not, and ``missed`` those of them whose
-    merge does not contain the change of this rank's island. Collective: ranks without such fragments take part as well.
+    merge does not contain the change of this rank's island. ``sent`` are the fragments that any receiver lacks.
+    Collective in the island if ``in_island`` is true, otherwise among all ranks: ranks without such fragments take part
+    as well.
     """
 
     root: int
     fragments: tuple[int, ...]
     missed: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
+    in_island: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,11 +115,13 @@ class ShareMean:
 class ApplyMean:
     """Action: apply the mean to its fragment.
 
-    If ``missed`` is true, the mean does not contain the change of this island.
+    If ``missed`` is true, the mean does not contain the change of this island. ``repeated`` is true if another rank
+    applied the mean in the previous world.
     """
 
     fragment: int
     missed: bool = False
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,20 @@ Action = (
 MOST_ABSENT = 16  # number of latest merges whose absent islands are recorded
 
 
+class WorldId(NamedTuple):
+    """Identity of a world. Worlds of a job differ in their generations."""
+
+    generation: int
+    runtime: int = 0  # identity of the runtime in this process
+
+
+class MeanId(NamedTuple):
+    """Identity of a mean. A merge that is repeated in another world has another mean."""
+
+    merge: int  # number of the merge, counted from the start of the job
+    generation: int  # generation of the world in which the mean was computed
+
+
 class WorldReport(NamedTuple):
     """Report that each rank sends when it enters a world."""
 
@@ -168,32 +190,78 @@ class WorldReport(NamedTuple):
         tuple[int, tuple[str, ...]]
     ]  # names of the absent islands in the latest merges, by number of the merge
     took: bool  # whether the rank has received merges from another rank
+    applied: MeanId | None = None  # mean of the last merge
+    received: MeanId | None = None  # mean that the rank has received and not applied
+
+    @staticmethod
+    def decoded(report: str) -> WorldReport:
+        """Return the report that `Rounds.report` has encoded."""
+        found = WorldReport(*json.loads(report))
+        return found._replace(applied=_mean_id(found.applied), received=_mean_id(found.received))
+
+
+def _mean_id(values: Sequence[int] | None) -> MeanId | None:
+    return None if values is None else MeanId(*values)
 
 
 def adopted(reports: Sequence[str], senders: Mapping[int, int]) -> list[str]:
-    """Return the reports of all ranks as they are after some ranks have received the state of another rank.
+    """Return the reports of all ranks as they are after joining ranks have received the state of another rank.
 
-    Ranks can therefore report before that, and need not wait for each other.
+    Ranks can therefore report before that, and need not wait for each other. A rank that has taken inner steps does not
+    receive the values of `Rounds.shared`.
 
     Args:
         reports: the reports of all ranks, by rank, as of the time before.
         senders: ranks that receive the state, each with the rank that sends it.
     """
-    world_reports = [WorldReport(*json.loads(report)) for report in reports]
+    world_reports = [*map(WorldReport.decoded, reports)]
     found = list(reports)
     for rank, sender in senders.items():
         mine, theirs = world_reports[rank], world_reports[sender]
-        own_steps, merges_before = mine.origin
+        own_steps, _ = mine.origin
+        if own_steps:
+            continue
         gained = any(map(operator.gt, theirs.merged, mine.merged))
         absent = dict(mine.absent) | dict(theirs.absent)
         found[rank] = json.dumps(
             theirs._replace(
-                origin=(own_steps, merges_before if own_steps else sum(theirs.merged)),
+                origin=(0, sum(theirs.merged)),
                 absent=sorted(absent.items())[-MOST_ABSENT:],
                 took=mine.took or gained,
+                received=None,
             )
         )
     return found
+
+
+def _source_in(island: Sequence[int], reports: Sequence[WorldReport], newest: int) -> int | None:
+    """Return the rank of an island from which its other ranks can get the merges of rank ``newest``, or None.
+
+    It has applied them, or has received the mean of the last one, the only one that the island lacks.
+    """
+    merges = [sum(each.merged) for each in reports]
+    for rank in island:
+        if merges[rank] == merges[newest]:
+            return rank
+    applied = reports[newest].applied
+    if applied is not None and all(merges[rank] == merges[newest] - 1 for rank in island):
+        for rank in island:
+            if reports[rank].received == applied:
+                return rank
+    return None
+
+
+def _taken_from(
+    root: int,
+    gained: Mapping[int, bool],
+    receivers: Sequence[WorldReport],
+    newest: WorldReport,
+    *,
+    in_island: bool,
+) -> TakeMerges:
+    sent = [f for f, n in enumerate(newest.merged) if any(each.merged[f] < n for each in receivers)]
+    missed = tuple(fragment for fragment, misses in gained.items() if misses)
+    return TakeMerges(root, tuple(gained), missed, tuple(sent), in_island)
 
 
 class Rounds:
@@ -209,6 +277,7 @@ class Rounds:
         weighted: whether the script reports tokens, or None before its first step.
         quorum: whether merges proceed without late islands.
         absent: names of the islands that a merge did not wait for, by the number of the merge. Empty without a quorum.
+        applied: mean of the last merge, or None if it is unknown.
     """
 
     def __init__(self, schedule: RoundSchedule, *, quorum: bool = False) -> None:
@@ -228,15 +297,21 @@ class Rounds:
         self._started = (
             False  # whether the collective of the pending fragment was started in this world
         )
-        self._world: Hashable = None  # the world in which reports were compared
+        self.applied: MeanId | None = None
+        self._sent: MeanId | None = None  # mean for which this leader has sent the island's change
+        self._has_mean = (
+            False  # whether this rank has received the mean `_sent`, and not applied it
+        )
+        self._generation = -1  # generation of the world that was entered last
+        self._world: WorldId | None = None  # the world in which reports were compared
 
     def step(
-        self, world: Hashable, islands: Islands, tokens: float | None = None
+        self, world: WorldId | None, islands: Islands, tokens: float | None = None
     ) -> Generator[Action, Any, None]:
         """Count an inner step, and yield the actions that are due.
 
         Args:
-            world: identity of the current world.
+            world: identity of the current world, or None before ``init()``.
             islands: islands of that world.
             tokens: number of tokens in this worker's batch, or None if the script does not report it.
 
@@ -256,15 +331,16 @@ class Rounds:
             yield from self._merge_due()
             sent = self._scheduled() if self.quorum else None
 
-    def enter(self, world: Hashable, islands: Islands) -> Generator[Action, Any, None]:
+    def enter(self, world: WorldId | None, islands: Islands) -> Generator[Action, Any, None]:
         """Yield the actions that synchronize with the ranks of a new world and complete a pending merge."""
         if self.is_new(world):
+            assert world is not None
             self.islands = islands
-            yield from self._meet()
+            yield from self._meet(world)
             self._world = world
         yield from self._merge_due()
 
-    def is_new(self, world: Hashable) -> bool:
+    def is_new(self, world: WorldId | None) -> bool:
         """Return whether `enter` synchronizes with the ranks of this world."""
         return world != self._world
 
@@ -272,9 +348,20 @@ class Rounds:
         """Return the report with which `enter` synchronizes with the other ranks, as JSON."""
         return json.dumps(
             WorldReport(
-                self.position, self.merged, self.pending, self._origin(), self._absent(), self._took
+                self.position,
+                self.merged,
+                self.pending,
+                self._origin(),
+                self._absent(),
+                self._took,
+                self.applied,
+                self._sent if self._has_mean else None,
             )
         )
+
+    def mean_received(self) -> None:
+        """Record that this rank has received the mean of the fragment that it has sent. Called on a leader."""
+        self._has_mean = True
 
     def interrupted(self) -> None:
         """Record that a collective of `step` or `enter` failed."""
@@ -289,6 +376,7 @@ class Rounds:
             "pending": pending,
             "weighted": self.weighted,
             "absent": self._absent(),
+            "applied": None if self.applied is None else tuple(self.applied),
         }
 
     def take_shared(self, values: dict[str, Any]) -> dict[int, bool]:
@@ -302,7 +390,9 @@ class Rounds:
         self._took |= bool(gained)
         self.position, self.merged = values["position"], list(values["merged"])
         self.pending = None if values["pending"] is None else Sent(*values["pending"])
-        self.weighted = values.get("weighted")  # missing in older checkpoints
+        # missing in older checkpoints:
+        self.weighted = values.get("weighted")
+        self.applied = _mean_id(values.get("applied"))
         if not self.own_steps:
             self.merges_before = sum(self.merged)
         self._started = False
@@ -353,24 +443,18 @@ class Rounds:
         scheduled = (sent.step - 1) // self.schedule.every + 1
         return self.merged[sent.fragment] < scheduled
 
-    def _meet(self) -> Generator[Action, Any, None]:
+    def _meet(self, world: WorldId) -> Generator[Action, Any, None]:
         """Yield the actions that synchronize position, merges and pending fragment with all ranks of a new world.
 
         The inner parameters are synchronized with the ranks of the island.
         """
-        self._started = False
+        self._started, self._generation = False, world.generation
         reports: Sequence[str] = yield CompareReports(self.report())
-        world_reports = [WorldReport(*json.loads(report)) for report in reports]
+        world_reports = [*map(WorldReport.decoded, reports)]
         merges = [sum(each.merged) for each in world_reports]
         if min(merges) != max(merges):
-            root = merges.index(max(merges))
-            theirs = list(world_reports[root].merged)
-            gained = self._gained(theirs, world_reports[root].absent)
-            yield TakeMerges(
-                root, tuple(gained), tuple(f for f, missed in gained.items() if missed)
-            )
-            self._take_out_tokens(gained)
-            self.merged = theirs
+            yield from self._catch_up(world_reports)
+        self._has_mean = False  # This merge is repeated, so its mean will be another one.
         # Inner parameters are received last: if they were received first, this rank would mix the merges into them
         # twice.
         origins = [tuple(each.origin) for each in world_reports]
@@ -400,6 +484,34 @@ class Rounds:
         if self.pending is not None:
             yield from self._send()
 
+    def _catch_up(self, reports: Sequence[WorldReport]) -> Generator[Action, Any, None]:
+        """Yield the actions after which this rank has made as many merges as the rank with the most merges."""
+        merges = [sum(each.merged) for each in reports]
+        root = merges.index(max(merges))
+        latest, group = reports[root], self.islands.members
+        sources = {
+            each: _source_in(each, reports, root)
+            for each in self.islands.groups
+            if any(merges[rank] < merges[root] for rank in each)
+        }
+        gained = self._gained(latest.merged, latest.absent)
+        if None in sources.values():
+            yield _taken_from(root, gained, reports, latest, in_island=False)
+        elif group in sources:
+            source = sources[group]
+            assert source is not None
+            if merges[source] == merges[root]:
+                members = [reports[rank] for rank in group]
+                yield _taken_from(source, gained, members, latest, in_island=True)
+            else:
+                [fragment] = gained
+                if len(group) > 1:
+                    yield ShareMean(fragment, source)
+                yield ApplyMean(fragment, repeated=True)
+        self._take_out_tokens(gained)
+        self._took |= bool(gained)
+        self.merged, self.applied = list(latest.merged), latest.applied
+
     def _send(self) -> Generator[Action, Any, None]:
         assert self.pending is not None
         self._sent_tokens = self.tokens[self.pending.fragment]
@@ -409,6 +521,8 @@ class Rounds:
             self._sent_for = sum(self.merged), self.islands.name
         if len(self.islands.members) > 1:
             tokens = yield CompareIsland(self.pending, self._sent_tokens)
+        self._has_mean = False
+        self._sent = None if self.quorum else MeanId(sum(self.merged), self._generation)
         if self.islands.leads:
             equal = 1.0 if self.quorum else None
             weight = sum(tokens) if self.weighted else equal
@@ -427,6 +541,7 @@ class Rounds:
         absent: Sequence[str] | None = None
         if self.islands.leads:
             absent = yield AwaitMean(fragment)
+            self.mean_received()
         if len(self.islands.members) > 1:
             absent = yield ShareMean(fragment, self.islands.leader)
         missed = False
@@ -435,6 +550,8 @@ class Rounds:
             missed = self.islands.name in absent
             self._remember({sum(self.merged): tuple(absent)})
         yield ApplyMean(fragment, missed)
+        self._has_mean = False
+        self.applied = MeanId(sum(self.merged), self._generation)
         if not missed:
             self._merged_tokens(fragment)
         self.merged[fragment] += 1

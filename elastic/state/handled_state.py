@@ -458,8 +458,11 @@ class HandledState(_OfThisProcess, ObjectState):
                     " is limited to one DiLoCo per state: train both models in one DiLoCo, or omit grace_s"
                 )
             lifecycle.current().commits.stop_at_own_pace()
+        lacking = any(handler.value.lacks_merges for handler in found)
         for handler in found:
             handler.value.reconcile()
+        if lacking:
+            self.save()  # The commit was saved with the merges of this worker.
 
     def finish_commit(self) -> None:
         if self._sharded is None:
@@ -529,6 +532,10 @@ class HandledState(_OfThisProcess, ObjectState):
     def keep_older(self, commit: Commit) -> None:
         shards = next((each for each in self._shards() if each.verify), None)
         if shards is None or self._foreign_handlers() or not self.valid():
+            return
+        if (
+            self._keeps_steps()
+        ):  # The merges of DiLoCo can't be taken back on a part of the workers.
             return
         if self._older.due(shards.step, shards.window):
             for snapshot in self._snapshots():
@@ -669,9 +676,12 @@ class HandledState(_OfThisProcess, ObjectState):
     def digest(self) -> int:
         """Return a 63-bit digest of the committed parameters.
 
-        The digest is 0 if there are no parameters or the last save is incomplete. It is also 0 if a save began during
-        the computation; call the method again in that case.
+        The digest is 0 if there are no parameters, the last save is incomplete, or this worker lacks merges of DiLoCo
+        that the commit contains on other workers. It is also 0 if a save began during the computation; call the method
+        again in that case.
         """
+        if any(handler.value.lacks_merges for handler in self._of_kind(DiLoCoStateHandler)):
+            return 0
         return self._digest(
             (f"{name}.{key}", tensor)
             for name, part in self._parts().items()

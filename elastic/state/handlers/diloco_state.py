@@ -5,7 +5,7 @@ merges. A worker's local values are the model, the inner optimizer and the quant
 starts with the outer parameters as its inner ones, and with the sender's buffers and options of the inner optimizer. It
 receives no entries of the inner optimizer, which would be at least as large as the model and belong to another worker's
 parameters. If the worker's island is already training, the worker receives the island's inner state before its first
-step.
+step. A worker that has taken a step receives nothing here: `DiLoCo.reconcile` makes the shared values equal.
 """
 
 from __future__ import annotations
@@ -67,22 +67,7 @@ class DiLoCoStateHandler(Part):
         return structure, tensors
 
     def versions(self) -> dict[str, int]:
-        value = self.value
-        if not value.own_steps:
-            return {}
-        # Workers with the same merges of a fragment have bitwise equal outer parameters and entries for it.
-        merges = {
-            i: merged for part, merged in zip(value.parts, value.merged, strict=True) for i in part
-        }
-        stepped = [each for group in value.outer_optimizer.param_groups for each in group["params"]]
-        indices = {id(each): index for index, each in enumerate(value.outer)}
-        origins = self._outer_entries.pack()[0].get("origins", {})
-        return (
-            {OUTER + value.names[index]: merged for index, merged in merges.items()}
-            | {ENTRY + n: merges[indices[id(stepped[at])]] for n, (at, *_) in origins.items()}
-            # local values, which a worker that has taken a step does not receive
-            | {OTHER + name: 0 for name in value.others()}
-        )
+        return dict.fromkeys(self.pack()[1], 0) if self.value.own_steps else {}
 
     def own(self) -> Any:
         return self.value.own_state()
@@ -91,19 +76,16 @@ class DiLoCoStateHandler(Part):
         self, structure: Any, specs: dict[str, TensorSpec], *, restoring: bool
     ) -> dict[str, torch.Tensor | Destination]:
         value = self.value
+        if value.own_steps and not restoring:
+            return dict.fromkeys(specs, Destination.NOWHERE)
         entries = {name[len(ENTRY) :]: s for name, s in specs.items() if name.startswith(ENTRY)}
         placed = self._outer_entries.destinations(structure["outer"], entries, restoring=restoring)
-        if value.rounds.quorum and value.own_steps and not restoring:
-            # The outer parameters are received in place, so remember the current ones.
-            value.remember_outer()
         live = {OUTER + n: each.detach() for n, each in zip(value.names, value.outer, strict=True)}
         live |= {OTHER + name: each for name, each in value.others().items()}
         where: dict[str, torch.Tensor | Destination] = {}
         for name in specs:
             if name.startswith(ENTRY):
                 where[name] = placed[name[len(ENTRY) :]]
-            elif name.startswith(OTHER) and value.own_steps and not restoring:
-                where[name] = Destination.NOWHERE  # local values of this worker are not received
             elif name in live and specs[name].fits(live[name]):
                 where[name] = live[name]
             else:
@@ -117,15 +99,15 @@ class DiLoCoStateHandler(Part):
         self, structure: Any, fresh: dict[str, torch.Tensor], own: Any, *, restoring: bool
     ) -> None:
         value = self.value
+        if value.own_steps and not restoring:
+            value.lacks_merges = value.merged != list(structure["merged"])
+            value.clear_gradients()
+            return
         entries = {n[len(ENTRY) :]: each for n, each in fresh.items() if n.startswith(ENTRY)}
         self._outer_entries.place(structure["outer"], entries, own, restoring=restoring)
-        gained = value.take_shared(structure)
+        value.take_shared(structure)
         if restoring and own is not None:
             value.take_own_state(own)
-        elif value.own_steps:
-            # The sender has merged some fragments that this worker has not, because their collective failed on this
-            # worker.
-            value.adopt_gained(gained)
         else:
             with torch.no_grad():
                 for inner, outer in zip(value.inner, value.outer, strict=True):

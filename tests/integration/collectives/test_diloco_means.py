@@ -1,13 +1,16 @@
 """DiLoCo on two ranks, and on two islands of two, beside a reference that is written out by hand."""
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 
 import elastic
+from elastic.diloco import diloco as diloco_module
 from elastic.diloco import island_group
 from elastic.negotiation import submission
 from harness.ranks import Ranks, in_a_world
@@ -285,6 +288,52 @@ def test_rank_whose_collective_broke_adopts_the_merge_of_its_peer(pair):
     assert merged == theirs == [2]
     assert all(map(torch.equal, first, second))
     assert all(map(torch.equal, first, inner))
+
+
+def run_apart(rank: int, size: int, behind: str) -> tuple[list[torch.Tensor], int, int]:
+    """Interrupt a merge that some ranks have applied, and complete it in the next world.
+
+    Args:
+        behind: "island": ranks 0 and 2 have not applied it, and rank 0 has received its mean. "member": rank 2 has not
+            applied it, as if its collective had broken.
+    """
+    on_two_hosts(rank)
+    model, optimizer = network()
+    replica = torch.nn.parallel.DistributedDataParallel(model, process_group=elastic.island_group())
+    made = elastic.DiLoCo(replica, optimizer, every=4, delay=2)
+    before = [each.detach().clone() for each in made.outer]
+    own = rank % 2 == 0
+    for step in range(5 if own and behind == "island" else 6):
+        inner_step(replica, optimizer, rank % 2, step)
+        made.step()
+        if step >= 3 and made._in_flight:
+            until = time.monotonic() + 60.0
+            while made._in_flight and time.monotonic() < until:
+                made._receive_early()
+    if behind == "member" and rank == 2:
+        with torch.no_grad():
+            for each, value in zip(made.outer, before, strict=True):
+                each.copy_(value)
+        made.outer_optimizer.state.clear()
+        made.rounds.merged = [0]
+    made.rounds._world = None  # as in another world
+    shared = create_autospec(diloco_module.broadcast_object, side_effect=AssertionError)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diloco_module, "broadcast_object", shared)
+        elastic.TorchState(diloco=made).reconcile()
+    values = [
+        *made.outer,
+        *(each["momentum_buffer"] for each in made.outer_optimizer.state.values()),
+    ]
+    return [each.detach().clone() for each in values], made.round, made.position
+
+
+@pytest.mark.parametrize("behind", ["island", "member"])
+def test_ranks_without_a_merge_complete_it_without_a_transfer_from_the_other_island(four, behind):
+    results = four.run(run_apart, behind)
+    for values, rounds, position in results:
+        assert (rounds, position) == (1, 6)
+        assert all(map(torch.equal, values, results[1][0]))
 
 
 def flat(tensors: Any) -> torch.Tensor:

@@ -16,11 +16,15 @@ from elastic.diloco.rounds import (
     CompareReports,
     Decisions,
     Follow,
+    MeanId,
     Rounds,
     ShareMean,
     StartMean,
     TakeInner,
+    TakeMerges,
     TakePart,
+    WorldId,
+    WorldReport,
 )
 from elastic.diloco.schedule import RoundSchedule, Sent
 from elastic.errors import Invalid
@@ -47,7 +51,7 @@ def performed(actions, answers=()):
 
 
 def stepped(rounds, rank, tokens, answers=()):
-    return performed(rounds.step(1, Islands(NAMES, rank), tokens), answers)
+    return performed(rounds.step(WorldId(1), Islands(NAMES, rank), tokens), answers)
 
 
 def test_leader_exchanges_the_mean_and_shares_the_result():
@@ -64,14 +68,16 @@ def test_leader_exchanges_the_mean_and_shares_the_result():
 def test_merge_that_was_due_when_the_world_failed_is_awaited_a_delay_later():
     rounds = Rounds(RoundSchedule(8, 1, 3))
     for _ in range(10):
-        performed(rounds.step(1, Islands.apart(1, 0)), {})
-    actions = rounds.step(1, Islands.apart(1, 0))
+        performed(rounds.step(WorldId(1), Islands.apart(1, 0)), {})
+    actions = rounds.step(WorldId(1), Islands.apart(1, 0))
     assert next(actions) == AwaitMean(0)
     rounds.interrupted()
-    assert performed(rounds.enter(2, Islands.apart(1, 0)), {CompareReports: [rounds.report()]}) == [
-        StartMean(Sent(0, 8, 14), (0,), None)
+    assert performed(
+        rounds.enter(WorldId(2), Islands.apart(1, 0)), {CompareReports: [rounds.report()]}
+    ) == [StartMean(Sent(0, 8, 14), (0,), None)]
+    steps = [
+        [*map(type, performed(rounds.step(WorldId(2), Islands.apart(1, 0)), {}))] for _ in range(3)
     ]
-    steps = [[*map(type, performed(rounds.step(2, Islands.apart(1, 0)), {}))] for _ in range(3)]
     assert steps == [[], [], [AwaitMean, ApplyMean]]
 
 
@@ -97,12 +103,12 @@ def test_waits_for_means_when_the_world_fails_then_all_fragments_are_sent_as_sch
     rounds, world, alone = Rounds(schedule), 0, Islands.apart(1, 0)
     owed = [0] * fragments
     for step in range(1, 3 * every + 1):
-        if step in losses and awaits_mean(rounds.step(world, alone)):
+        if step in losses and awaits_mean(rounds.step(WorldId(world), alone)):
             rounds.interrupted()
             world += 1
-            performed(rounds.enter(world, alone))
+            performed(rounds.enter(WorldId(world), alone))
         elif step not in losses:
-            performed(rounds.step(world, alone))
+            performed(rounds.step(WorldId(world), alone))
         if (sent := schedule.sent_at(step)) is not None:
             owed[sent.fragment] += 1
     if rounds.pending is not None:
@@ -152,11 +158,76 @@ def test_joining_member_receives_the_inner_parameters_of_its_island():
         each.take_own({"origin": (own_steps, 0), "tokens": [0.0]})
         each.take_shared({"position": 20, "merged": [3], "pending": None, "weighted": None})
     found = [
-        performed(each.enter(1, Islands(NAMES, rank)), {CompareReports: reports})
+        performed(each.enter(WorldId(1), Islands(NAMES, rank)), {CompareReports: reports})
         for rank, each in enumerate(rounds)
     ]
     assert found == [[TakeInner(0, kept=True)], [], [TakeInner(0, kept=False)]]
     assert [(each.own_steps, each.position) for each in rounds] == [(17, 20), (20, 20), (17, 20)]
+
+
+def survivor(rank, merges, received=None):
+    """Return the rounds of a rank of two islands, and its report. The last merge was made in generation 5."""
+    rounds = Rounds(RoundSchedule(50))
+    rounds.take_own({"origin": (40, 0), "tokens": [0.0]})
+    shared = {"position": 40, "merged": [merges], "pending": None, "weighted": None}
+    rounds.take_shared(shared | {"applied": None if merges < 3 else (2, 5)})
+    if received is not None:
+        rounds._sent = MeanId(*received)
+        rounds.mean_received()
+    return rounds, rounds.report()
+
+
+def caught_up(*survivors):
+    """Return the actions with which ranks 0 and 2 of island a and 1 of b have the same merges, by rank."""
+    rounds, reports = zip(*survivors, strict=True)
+    found = [
+        performed(each.enter(WorldId(6), Islands(NAMES, rank)), {CompareReports: reports})
+        for rank, each in enumerate(rounds)
+    ]
+    assert [each.merged for each in rounds] == [[3]] * 3
+    assert len({each.applied for each in rounds}) == 1
+    return found
+
+
+def test_rank_behind_takes_merges_from_its_own_island():
+    take = TakeMerges(2, (0,), (), (0,), in_island=True)
+    assert caught_up(survivor(0, 2), survivor(1, 3), survivor(2, 3)) == [
+        [take],
+        [],
+        [TakeMerges(2, (), (), (0,), in_island=True)],
+    ]
+
+
+def test_island_behind_applies_the_mean_that_a_member_has_received():
+    repeated = ApplyMean(0, repeated=True)
+    assert caught_up(survivor(0, 2, (2, 5)), survivor(1, 3), survivor(2, 2)) == [
+        [ShareMean(0, 0), repeated],
+        [],
+        [ShareMean(0, 0), repeated],
+    ]
+    assert caught_up(survivor(0, 3), survivor(1, 2, (2, 5)), survivor(2, 3)) == [[], [repeated], []]
+
+
+@pytest.mark.parametrize("received", [None, (2, 4), (1, 5)])
+def test_mean_of_another_world_or_merge_is_not_applied(received):
+    found = caught_up(survivor(0, 2, received), survivor(1, 3), survivor(2, 2))
+    take = TakeMerges(1, (0,), (), (0,))
+    assert found == [[take], [TakeMerges(1, (), (), (0,))], [take]]
+
+
+def test_island_behind_by_several_merges_takes_them_from_another_island():
+    found = caught_up(survivor(0, 1, (2, 5)), survivor(1, 3), survivor(2, 2, (2, 5)))
+    take = TakeMerges(1, (0,), (), (0,))
+    assert found == [[take], [TakeMerges(1, (), (), (0,))], [take]]
+
+
+def test_mean_is_not_applied_once_its_merge_is_repeated():
+    rounds, report = survivor(1, 2, (2, 5))
+    others = survivor(0, 2)[1]
+    performed(
+        rounds.enter(WorldId(6), Islands(NAMES, 1)), {CompareReports: [others, report, others]}
+    )
+    assert WorldReport.decoded(rounds.report()).received is None
 
 
 @pytest.mark.parametrize("tokens", [-1, float("nan"), float("inf")])
@@ -185,7 +256,7 @@ def test_resumed_script_decides_again_whether_to_report_tokens(weighted, tokens)
 def follower(*, every=4, delay=0):
     """Return the rounds of an island of one worker, which is one of two islands with a quorum."""
     rounds = Rounds(RoundSchedule(every, delay=delay), quorum=True)
-    assert followed(rounds.enter(1, Islands(NAMES, 1))) == [TakePart(0, (0, 1))]
+    assert followed(rounds.enter(WorldId(1), Islands(NAMES, 1))) == [TakePart(0, (0, 1))]
     return rounds
 
 
@@ -212,7 +283,7 @@ def followed(actions, decisions=(), absent=()):
 
 
 def step(rounds, *decisions, absent=(), tokens=None):
-    return followed(rounds.step(1, Islands(NAMES, 1), tokens), decisions, absent)
+    return followed(rounds.step(WorldId(1), Islands(NAMES, 1), tokens), decisions, absent)
 
 
 def test_slow_island_sends_its_change_once_another_has_sent():
@@ -255,7 +326,7 @@ def test_missed_merge_with_a_delay_is_applied_at_its_step_or_before_the_next_mer
 
 def test_member_whose_comparison_failed_subtracts_the_change_sent_by_its_leader():
     rounds = Rounds(RoundSchedule(1), quorum=True)
-    actions = rounds.step(1, Islands(("a", "b", "b"), 2), 5)
+    actions = rounds.step(WorldId(1), Islands(("a", "b", "b"), 2), 5)
     assert isinstance(next(actions), CompareReports)
     report = json.dumps([1, [0], None, [1, 0], [], False])
     assert isinstance(actions.send([report] * 3), Follow)
@@ -268,7 +339,7 @@ def test_member_whose_comparison_failed_subtracts_the_change_sent_by_its_leader(
 
 def test_island_subtracts_its_sent_change_after_a_merge_on_other_ranks_only():
     rounds = follower(every=1)
-    actions = rounds.step(1, Islands(NAMES, 1), 5)
+    actions = rounds.step(WorldId(1), Islands(NAMES, 1), 5)
     actions.send(None)
     assert isinstance(actions.send(Decisions(0, False)), StartMean)
     rounds.interrupted()
