@@ -237,12 +237,12 @@ class Store:
             call.close()
 
     def _take_kept(self) -> _Connection | None:
-        """Return the connection that was used last, or None if no connection was used recently."""
+        """Return the connection that was used last, or None if no connection was used recently or is still open."""
         now = time.monotonic()
         with self._lock:
             # The server drops a connection without a request after its own timeout.
             late_s = min(KEPT_S, self._timeout_s / 2)
-            late = [each for each in self._kept if now - each.used_at > late_s]
+            late = [each for each in self._kept if now - each.used_at > late_s or each.ended()]
             self._kept = [each for each in self._kept if each not in late]
             taken = self._kept.pop() if self._kept else None
         for each in late:
@@ -353,6 +353,12 @@ class _Connection:
             if self._connected:
                 self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return self._connected
+
+    def ended(self) -> bool:
+        """Return whether the server has closed the connection. Only called between requests."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return self._connected and bool(poll.poll(0))
 
     def ask(self, request: _Request, deadline: float) -> _Reply:
         opening, self._opening = self._opening, b""

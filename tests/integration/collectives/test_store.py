@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ class Watched(Call):
     def connect(self, kept: Any, *arguments: Any) -> None:
         self.kept = kept is not None
         super().connect(kept, *arguments)
+        self.used = self._socket
 
 
 def fetch(store: Store) -> bool:
@@ -65,6 +67,30 @@ def test_an_idle_connection_is_not_used_any_more(keeping, monkeypatch):
     assert not fetch(keeping)
     monkeypatch.setattr(stores, "KEPT_S", 0.0)
     assert not fetch(keeping)
+
+
+def serving(address: Address) -> Store:
+    store = Store(address, listen(address.host, address.port), WAIT_S, secret=SECRET)
+    store.provide("value", lambda: [b"7"])
+    store.open()
+    return store
+
+
+def test_kept_connection_that_was_closed_at_the_other_end_is_not_used_any_more():
+    address, first = Address("127.0.0.1", free_port()), Watched()
+    served = serving(address)
+    keeping = Store(address, None, WAIT_S, secret=SECRET, keeps=2)
+    keeping.exchange("value", 1, 0, b"", call=first)
+    served.close()
+    poll = select.poll()
+    poll.register(first.used, select.POLLIN)
+    assert poll.poll(1000 * WAIT_S)
+    served = serving(address)
+    try:
+        assert not fetch(keeping)
+    finally:
+        keeping.close()
+        served.close()
 
 
 def test_a_failed_exchange_keeps_no_connection(keeping):
