@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from elastic.diloco.islands import Islands
 from elastic.diloco.schedule import RoundSchedule, Sent
-from elastic.errors import Invalid
+from elastic.errors import Invalid, StateMismatch
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def adopted(reports: Sequence[str], senders: Mapping[int, int]) -> list[str]:
                 origin=(0, sum(theirs.merged)),
                 absent=sorted(absent.items())[-MOST_ABSENT:],
                 took=mine.took or gained,
-                received=None,
+                received=mine.received,
             )
         )
     return found
@@ -332,7 +332,11 @@ class Rounds:
             sent = self._scheduled() if self.quorum else None
 
     def enter(self, world: WorldId | None, islands: Islands) -> Generator[Action, Any, None]:
-        """Yield the actions that synchronize with the ranks of a new world and complete a pending merge."""
+        """Yield the actions that synchronize with the ranks of a new world and complete a pending merge.
+
+        Raises:
+            StateMismatch: ranks with equally many merges have made the last one in different worlds.
+        """
         if self.is_new(world):
             assert world is not None
             self.islands = islands
@@ -452,6 +456,12 @@ class Rounds:
         reports: Sequence[str] = yield CompareReports(self.report())
         world_reports = [*map(WorldReport.decoded, reports)]
         merges = [sum(each.merged) for each in world_reports]
+        newest = [rank for rank, total in enumerate(merges) if total == max(merges)]
+        if len({world_reports[rank].applied for rank in newest}) > 1:
+            raise StateMismatch(
+                f"the outer parameters of ranks {newest} differ, because their last merge was made in different worlds:"
+                " restart the job, which then resumes from its newest checkpoint"
+            )
         if min(merges) != max(merges):
             yield from self._catch_up(world_reports)
         self._has_mean = False  # This merge is repeated, so its mean will be another one.

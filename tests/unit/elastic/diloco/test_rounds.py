@@ -27,7 +27,7 @@ from elastic.diloco.rounds import (
     WorldReport,
 )
 from elastic.diloco.schedule import RoundSchedule, Sent
-from elastic.errors import Invalid
+from elastic.errors import Invalid, StateMismatch
 from harness.golden import raises
 
 NAMES = ("a", "b", "a")
@@ -219,6 +219,16 @@ def test_island_behind_by_several_merges_takes_them_from_another_island():
     found = caught_up(survivor(0, 1, (2, 5)), survivor(1, 3), survivor(2, 2, (2, 5)))
     take = TakeMerges(1, (0,), (), (0,))
     assert found == [[take], [TakeMerges(1, (), (), (0,))], [take]]
+
+
+def test_equally_many_merges_of_different_worlds_are_refused():
+    rounds, report = survivor(0, 3)
+    other = WorldReport.decoded(report)._replace(applied=MeanId(2, 4))
+    with raises(StateMismatch):
+        performed(
+            rounds.enter(WorldId(6), Islands(NAMES, 0)),
+            {CompareReports: [report, json.dumps(other), report]},
+        )
 
 
 def test_mean_is_not_applied_once_its_merge_is_repeated():
