@@ -65,7 +65,7 @@ from elastic.driver.events import (
     TimePassed,
     WorkerExited,
 )
-from elastic.driver.network.address_check import AddressCheck
+from elastic.driver.network.unreachable_hosts import AddressCheck
 from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.protocol.messages import Worker
 

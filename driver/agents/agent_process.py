@@ -24,8 +24,8 @@ from elastic.driver.agents.etcd_agent import serve_by_etcd
 from elastic.driver.agents.host_agent import FIND_S, Find, HostAgent
 from elastic.driver.agents.uplink import NoDriver
 from elastic.driver.launch.starter import READY, Bootstrap
-from elastic.driver.network.hosts import parse_address
-from elastic.driver.network.resolver import numeric
+from elastic.driver.network.host_lists import parse_address
+from elastic.driver.network.name_lookup import numeric
 from elastic.driver.network.secret import SECRET_BYTES
 from elastic.driver.processes.console import Console, replace_closed_streams
 from elastic.driver.sinks import Log
@@ -106,7 +106,7 @@ def check(bootstrap: Bootstrap) -> None:
     Raises:
         Invalid: an interface, a driver address or a TLS file is invalid.
     """
-    from elastic.driver.network.choose_address import check_wanted
+    from elastic.driver.network.interface_selection import check_wanted
 
     check_wanted(bootstrap.interfaces)
     for address in bootstrap.drivers:

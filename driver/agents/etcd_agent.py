@@ -16,7 +16,7 @@ from elastic.driver.etcd.registration import Registration
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.credentials import EtcdAccess
-from elastic.driver.network.resolver import numeric
+from elastic.driver.network.name_lookup import numeric
 from elastic.driver.sinks import Log
 
 

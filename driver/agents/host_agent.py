@@ -46,14 +46,14 @@ from elastic.driver.agents.messages import (
 )
 from elastic.driver.agents.uplink import Uplink
 from elastic.driver.events import Event, WorkerDisconnected, WorkerExited, WorkerHealthChecked
-from elastic.driver.launch.environment import (
+from elastic.driver.launch.starter import Bootstrap
+from elastic.driver.launch.worker_environment import (
     defaults,
     host_environment,
     threads_per_worker,
     without_secrets,
 )
-from elastic.driver.launch.starter import Bootstrap
-from elastic.driver.network import choose_address, interfaces
+from elastic.driver.network import interface_selection, local_interfaces
 from elastic.driver.network.control_server import WORKERS, ControlServer
 from elastic.driver.network.secret import derived
 from elastic.driver.processes.exit_ordering import ExitBarrier
@@ -274,12 +274,12 @@ class HostAgent:
             self._uplink.drop(f"refused: {outcome.refused}")
             return
         try:
-            own = interfaces.own_addresses()
+            own = local_interfaces.own_addresses()
             wanted, local = self.bootstrap.interfaces, self._uplink.bound
             # Keep the address while workers run, because they listen on it.
             if not self._bind or not self._agent.alive():
-                self._bind = choose_address.choose_bind(wanted, own, local=local)
-            self._network = choose_address.worker_variables(self._bind, own, os.environ)
+                self._bind = interface_selection.choose_bind(wanted, own, local=local)
+            self._network = interface_selection.worker_variables(self._bind, own, os.environ)
             self._addresses = [f"{each.address}/{each.prefix_length}" for each in own if each.up]
         except Invalid as error:
             self.end(1, str(error))

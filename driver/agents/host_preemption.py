@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from elastic.driver.agents.messages import Attach
 from elastic.driver.events import Notice
-from elastic.driver.launch.environment import without_secrets
+from elastic.driver.launch.worker_environment import without_secrets
 from elastic.driver.preemption.watch import Watch
 from elastic.driver.sinks import Log
 

@@ -20,7 +20,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential
 from elastic.driver.agents import messages
 from elastic.driver.agents.messages import AgentAnswer, AgentId, AgentMessage, Heard
 from elastic.driver.network.blocking_calls import within
-from elastic.driver.network.connection import Connection
+from elastic.driver.network.control_connection import Connection
 from elastic.protocol.handshake import ClientHandshake
 from elastic.protocol.messages import RELAY_LIMIT, ProtocolError, SendResult, encoded
 

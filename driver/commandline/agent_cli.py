@@ -26,8 +26,8 @@ from elastic.driver.commandline.options.multi_host_flags import EtcdFlags, Secur
 from elastic.driver.commandline.options.multi_host_options import etcd_access, tls_files
 from elastic.driver.etcd.keys import check_host, check_slots, job_root
 from elastic.driver.launch.starter import Bootstrap
-from elastic.driver.network import choose_address
-from elastic.driver.network.hosts import parse_address
+from elastic.driver.network import interface_selection
+from elastic.driver.network.host_lists import parse_address
 from elastic.driver.network.secret import make_secret_file, read_secret
 from elastic.driver.processes.console import LEVELS, Console, is_terminal
 from elastic.driver.reasons import counted
@@ -175,7 +175,7 @@ def agent_bootstrap(options: AgentOptions, environ: Mapping[str, str]) -> Bootst
     secret = read_secret(options.secret_file, environ)
     if secret is None:
         raise Invalid("--secret-file is missing: pass a copy of the driver's secret file")
-    choose_address.check_wanted(options.network_interfaces or [])
+    interface_selection.check_wanted(options.network_interfaces or [])
     host = socket.gethostname() if options.host is None else options.host
     check_host(host)
     return Bootstrap(

@@ -45,11 +45,11 @@ from elastic.driver.job.multi_host_plan import provided
 from elastic.driver.job.provider import Provider
 from elastic.driver.job.start_cleanup import StartCleanup
 from elastic.driver.journal.file import check_own
-from elastic.driver.launch import variables
-from elastic.driver.launch.environment import threads_per_worker
+from elastic.driver.launch import mistyped_variables
 from elastic.driver.launch.standard_input import check_stdin
-from elastic.driver.network.hosts import ThisHost, parse_hosts, read_hostfile, show
-from elastic.driver.network.interfaces import alone_address, free_port, worker_network
+from elastic.driver.launch.worker_environment import threads_per_worker
+from elastic.driver.network.host_lists import ThisHost, parse_hosts, read_hostfile, show
+from elastic.driver.network.local_interfaces import alone_address, free_port, worker_network
 from elastic.driver.preemption import watch
 from elastic.driver.processes import prepared_processes
 from elastic.driver.processes.console import replace_closed_streams
@@ -741,7 +741,7 @@ def _notes(options: Options, environ: Mapping[str, str], *, elastic: bool) -> li
     notes += _passed_on(options, environ.get("PATH"))
     parser = flags.parser()
     of_flags = {*parser.variables, *parser.switches}
-    notes += [("warning", text) for text in variables.unread(environ, of_flags)]
+    notes += [("warning", text) for text in mistyped_variables.unread(environ, of_flags)]
     without: dict[str, list[str]] = {}
     for flag, on in options.without_meaning.items():
         if on:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from elastic.driver.discovery.interface import Log
 from elastic.driver.network.blocking_calls import within
-from elastic.driver.network.hosts import show
+from elastic.driver.network.host_lists import show
 from elastic.errors import Invalid
 
 QUIET = 30  # number of queries after a logged failure for which other failures are not logged

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from elastic.driver.discovery.interface import Log
 from elastic.driver.discovery.polling import OUTPUT_LIMIT, PolledDiscovery, execute
-from elastic.driver.network.hosts import parse_lines
+from elastic.driver.network.host_lists import parse_lines
 from elastic.errors import Invalid
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from elastic.driver.network.hosts import SLOTS_LIMIT, parse_host
+from elastic.driver.network.host_lists import SLOTS_LIMIT, parse_host
 from elastic.errors import Invalid
 
 ROOT = "/hvd-elastic/"

@@ -35,13 +35,13 @@ from elastic.driver.job.checkpoint_shares import CheckpointShares
 from elastic.driver.job.decisions import Decider, JobDecisions
 from elastic.driver.job.operator_api.pending_requests import PendingRequests
 from elastic.driver.journal.journal import Journal
-from elastic.driver.launch.environment import (
+from elastic.driver.launch.interface import Launcher
+from elastic.driver.launch.worker_environment import (
     job_environment,
     threads_per_worker,
     without_secrets,
     worker_environment,
 )
-from elastic.driver.launch.interface import Launcher
 from elastic.driver.membership.membership import may_defer
 from elastic.driver.membership.scheduling.rank_order import copy_groups
 from elastic.driver.membership.torch_versions import Versions

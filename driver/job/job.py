@@ -14,7 +14,7 @@ from elastic.driver.discovery.script import ScriptDiscovery
 from elastic.driver.discovery.slurm import INTERVAL_S, Allocation
 from elastic.driver.discovery.static import OwnSlots, StaticDiscovery
 from elastic.driver.job.multi_host_plan import MultiHostPlan
-from elastic.driver.network.hosts import SLOTS_LIMIT, ThisHost
+from elastic.driver.network.host_lists import SLOTS_LIMIT, ThisHost
 from elastic.driver.processes.console import Write
 from elastic.driver.settings import UNBOUNDED, Settings, StartCheckpoint
 from elastic.errors import Invalid

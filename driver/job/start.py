@@ -16,14 +16,14 @@ from elastic.driver.journal.entries import header_of, readable
 from elastic.driver.journal.file import FileArchive, FileJournal
 from elastic.driver.journal.journal import Journal, SnapshotPolicy
 from elastic.driver.journal.resume import to_go_on_with, writer_here
-from elastic.driver.launch.local import LocalLauncher
+from elastic.driver.launch.local_launcher import LocalLauncher
 from elastic.driver.launch.standard_input import check_stdin
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import take_snapshot
-from elastic.driver.network.choose_address import is_loopback
 from elastic.driver.network.control_server import WORKERS, ControlServer
-from elastic.driver.network.hosts import ThisHost
-from elastic.driver.network.interfaces import alone_address, listen_address
+from elastic.driver.network.host_lists import ThisHost
+from elastic.driver.network.interface_selection import is_loopback
+from elastic.driver.network.local_interfaces import alone_address, listen_address
 from elastic.errors import Invalid
 from elastic.protocol import tls
 from elastic.protocol.report_values import Report

@@ -47,10 +47,10 @@ from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.worlds.worlds import Phase
-from elastic.driver.network.choose_address import is_loopback
 from elastic.driver.network.control_server import ControlServer
-from elastic.driver.network.hosts import ThisHost, parse_address
-from elastic.driver.network.interfaces import listen_address
+from elastic.driver.network.host_lists import ThisHost, parse_address
+from elastic.driver.network.interface_selection import is_loopback
+from elastic.driver.network.local_interfaces import listen_address
 from elastic.driver.preemption import slurm
 from elastic.driver.reasons import GONE
 from elastic.errors import Invalid

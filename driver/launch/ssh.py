@@ -26,7 +26,7 @@ from elastic.driver.launch.ssh_failures import (
     why_ssh_failed,
 )
 from elastic.driver.launch.starter import AGENT_MODULE, RUN_MODULE, Bootstrap, StartFailed
-from elastic.driver.network.hosts import parse_host
+from elastic.driver.network.host_lists import parse_host
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.version import __version__

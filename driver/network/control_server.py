@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from elastic.driver.network.connection import (
+from elastic.driver.network.control_connection import (
     HANDSHAKE_S,
     TLS_HANDSHAKE_LIMIT,
     Connection,

@@ -23,7 +23,7 @@ from typing import TypeVar
 from elastic.driver.discovery.interface import Log, ResourceDemand
 from elastic.driver.events import Event, HostLeaving, Notice
 from elastic.driver.network.blocking_calls import SequentialCalls
-from elastic.driver.network.hosts import show
+from elastic.driver.network.host_lists import show
 from elastic.driver.ray import placement_groups
 from elastic.driver.ray.cluster import (
     Cluster,

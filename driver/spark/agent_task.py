@@ -29,9 +29,9 @@ from elastic import version
 from elastic.driver.launch.agent_folder import make_folder, own_path, private, programs, sweep
 from elastic.driver.launch.agent_modules import BOOT, agents_path, users_modules
 from elastic.driver.launch.child_processes import as_logged
-from elastic.driver.launch.environment import without_secrets
 from elastic.driver.launch.ssh_failures import why_ended
 from elastic.driver.launch.starter import READY, Bootstrap
+from elastic.driver.launch.worker_environment import without_secrets
 from elastic.driver.spark.task_environment import agents_environ, executor_of_command, host_of
 from elastic.errors import ElasticError
 

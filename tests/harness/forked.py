@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from elastic.chaos.inject.injection import MARK as CHAOS_MARK
-from elastic.driver.launch.environment import defaults
+from elastic.driver.launch.worker_environment import defaults
 from elastic.driver.processes.prepared_processes import PREPARED
 from harness import forking
 from harness.forking import ForkRequest, early, tell

@@ -21,9 +21,9 @@ from elastic.driver.job.multi_host_plan import (
     PodSource,
 )
 from elastic.driver.launch.ssh import SshOptions
-from elastic.driver.network import choose_address
+from elastic.driver.network import interface_selection
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
-from elastic.driver.network.hosts import parse_address
+from elastic.driver.network.host_lists import parse_address
 from elastic.driver.network.secret import SECRET_BYTES, read_secret
 from elastic.errors import Invalid
 
@@ -66,7 +66,7 @@ def fleet_plan(options: Options, environ: Mapping[str, str], *, elsewhere: bool)
             "--slurm can't be combined with --etcd, --resume or --standby, because Slurm ends the agents in its job"
             " steps together with their driver: pass --checkpoint-dir to resume after the loss of the driver"
         )
-    choose_address.check_wanted(options.network_interfaces or [])
+    interface_selection.check_wanted(options.network_interfaces or [])
     secret = read_secret(options.secret_file, environ)
     pods = pod_source(options, environ)
     in_pods = pods is not None or options.kubernetes_service is not None
@@ -135,7 +135,7 @@ def pod_source(options: Options, environ: Mapping[str, str]) -> PodSource | None
         raise Invalid("--kubernetes-selector is empty, which selects all pods: pass labels")
     address = environ.get(POD_ADDRESS, "") if not options.network_interfaces else ""
     if address:
-        choose_address.check_wanted([address])
+        interface_selection.check_wanted([address])
     return PodSource(
         selector,
         options.kubernetes_namespace,

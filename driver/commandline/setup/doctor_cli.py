@@ -24,7 +24,7 @@ from elastic.driver.commandline.setup import host_facts
 from elastic.driver.commandline.setup.host_checks import Check, HostFacts, Level, checks
 from elastic.driver.launch.ssh import SshOptions, remote, ssh_command
 from elastic.driver.launch.ssh_failures import SSH_FAILED, no_ssh, why_no_agent, why_ssh_failed
-from elastic.driver.network.hosts import ThisHost, parse_hosts
+from elastic.driver.network.host_lists import ThisHost, parse_hosts
 from elastic.version import __version__
 
 MODULE = "elastic.driver.commandline.setup.host_facts"

@@ -21,7 +21,7 @@ import msgspec
 
 from elastic.driver.commandline.setup import check_build
 from elastic.driver.commandline.setup.host_checks import HostFacts
-from elastic.driver.network.interfaces import own_addresses
+from elastic.driver.network.local_interfaces import own_addresses
 from elastic.health import check
 from elastic.version import __version__
 

@@ -15,8 +15,8 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from elastic.driver.discovery.interface import Log
-from elastic.driver.network.hosts import show
-from elastic.driver.network.resolver import Found, resolved
+from elastic.driver.network.host_lists import show
+from elastic.driver.network.name_lookup import Found, resolved
 
 # Default interval, in seconds: cluster name servers cache an answer for 5 s by default.
 INTERVAL_S = 5.0

@@ -31,7 +31,7 @@ from elastic.driver.discovery.kubernetes.objects import Pod
 from elastic.driver.discovery.kubernetes.pods import PodEnding, Pods, differences
 from elastic.driver.events import Event, HostLeaving, HostsQueued, HostStaying, Notice
 from elastic.driver.network.blocking_calls import within
-from elastic.driver.network.hosts import show
+from elastic.driver.network.host_lists import show
 
 ROLE = "list and watch of pods"
 NODES_ROLE = "list and watch of nodes (a ClusterRole)"

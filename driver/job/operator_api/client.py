@@ -23,7 +23,7 @@ import msgspec
 from elastic.driver.job.operator_api import messages
 from elastic.driver.job.operator_api.messages import PURPOSE, OperatorAnswer, Request, Told
 from elastic.driver.job.operator_api.runtime_folder import JobRecord, records
-from elastic.driver.network.hosts import parse_address
+from elastic.driver.network.host_lists import parse_address
 from elastic.driver.network.secret import derived
 from elastic.errors import ElasticError, Invalid
 from elastic.protocol.messages import Accepted, Challenge, ProtocolError, TurnedAway, encoded

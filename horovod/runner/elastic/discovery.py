@@ -36,7 +36,7 @@ class HostDiscoveryScript(HostDiscovery):
             RuntimeError: the script fails or does not exit within the time limit.
         """
         from elastic.driver.discovery.script import find_script
-        from elastic.driver.network.hosts import parse_lines
+        from elastic.driver.network.host_lists import parse_lines
 
         name = self._discovery_script
         try:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
-from elastic.driver.launch.local import LocalLauncher
+from elastic.driver.launch.local_launcher import LocalLauncher
 from elastic.driver.monitoring.stacks import TRAINING
 from elastic.driver.processes import orphan_reaper, proc_stats
 from elastic.driver.processes.out_of_memory import OutOfMemory
@@ -692,7 +692,7 @@ async def test_reaper_holds_no_descriptor_of_its_starter(host):
 DRIVER = """
 import asyncio, os, sys, time
 from elastic.driver.events import ExitCause
-from elastic.driver.launch.local import LocalLauncher
+from elastic.driver.launch.local_launcher import LocalLauncher
 from elastic.protocol.messages import Worker
 
 class Sink:

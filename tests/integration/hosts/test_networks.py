@@ -24,8 +24,8 @@ import pytest
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.metrics import JobMetrics, MetricsServer
 from elastic.driver.monitoring.time_spent import TimeSpent
-from elastic.driver.network.choose_address import choose_bind
-from elastic.driver.network.interfaces import listen_address, own_addresses, worker_network
+from elastic.driver.network.interface_selection import choose_bind
+from elastic.driver.network.local_interfaces import listen_address, own_addresses, worker_network
 from elastic.errors import Invalid
 from elastic.rendezvous import environment
 from elastic.rendezvous.find_rank0 import meet

@@ -14,7 +14,7 @@ import pytest
 from elastic.driver.agents.agent_manager import AGENTS, AgentManager
 from elastic.driver.agents.messages import Attach
 from elastic.driver.events import WorkerExited, WorkerProbed
-from elastic.driver.launch.local import LocalLauncher
+from elastic.driver.launch.local_launcher import LocalLauncher
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.driver.network.control_server import ControlServer

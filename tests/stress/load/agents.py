@@ -43,7 +43,7 @@ from elastic.driver.agents.messages import (
 )
 from elastic.driver.agents.uplink import Uplink
 from elastic.driver.events import WorkerDisconnected, WorkerExited, WorkerProbed
-from elastic.driver.network.hosts import parse_address
+from elastic.driver.network.host_lists import parse_address
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.protocol import messages

@@ -18,7 +18,7 @@ from elastic.driver.commandline import cli
 from elastic.driver.job import start_multi_host
 from elastic.driver.job.start import start
 from elastic.driver.launch.starter import Bootstrap
-from elastic.driver.network.hosts import ThisHost
+from elastic.driver.network.host_lists import ThisHost
 
 
 class NoopStarter:

@@ -22,7 +22,7 @@ from elastic.chaos.harness.journal_tail import JobProgress
 from elastic.chaos.inject import command, network, tables
 from elastic.chaos.inject.faulty_job import Job, print_line, under_fire
 from elastic.chaos.inject.plan import KINDS, Chance, Plan
-from elastic.driver.network.hosts import SLOTS_LIMIT
+from elastic.driver.network.host_lists import SLOTS_LIMIT
 from elastic.errors import Invalid
 from harness.processes import path_of_tests
 from stress.soak import page, resources

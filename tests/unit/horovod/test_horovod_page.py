@@ -15,7 +15,7 @@ import pytest
 import horovod.torch as hvd
 from elastic.driver.commandline.options import flags
 from elastic.driver.commandline.options.argument_parser import IgnoredFlag
-from elastic.driver.launch.environment import worker_environment
+from elastic.driver.launch.worker_environment import worker_environment
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Place, Worker
 from harness.golden import raises, recorded
@@ -76,7 +76,7 @@ READERS = [
     "elastic/rendezvous/environment.py",
     "elastic/rendezvous/launcher_env.py",
     "driver/commandline/cli.py",
-    "driver/network/choose_address.py",
+    "driver/network/interface_selection.py",
 ]
 
 

@@ -32,7 +32,7 @@ from elastic.driver.agents.uplink import Uplink
 from elastic.driver.events import ExitCause, HostLost, HostReported, WorkerExited
 from elastic.driver.launch.starter import Bootstrap, StartFailed
 from elastic.driver.launch.subprocess_starter import ChildStarter
-from elastic.driver.network import connection
+from elastic.driver.network import control_connection
 from elastic.driver.network.control_server import ControlServer
 from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Address, Place, Worker
@@ -430,7 +430,7 @@ async def test_slow_start_is_only_given_up_by_the_starter(monkeypatch):
 @conversation()
 async def test_large_return_values_of_all_workers_arrive_at_once(driver, patch):
     """More than may otherwise be queued for a driver that does not read, before its turn."""
-    patch.setattr(connection, "BACKLOG_LIMIT", 1 << 20)
+    patch.setattr(control_connection, "BACKLOG_LIMIT", 1 << 20)
     workers = [Worker("here", slot) for slot in range(3)]
     for worker in workers:
         driver.start(worker)

@@ -12,7 +12,7 @@ from elastic.driver.agents import uplink as uplink_module
 from elastic.driver.agents.agent_manager import AGENTS
 from elastic.driver.agents.messages import AgentId, Beat, Here
 from elastic.driver.agents.uplink import Uplink
-from elastic.driver.network import connection
+from elastic.driver.network import control_connection
 from elastic.driver.network.control_server import ControlServer
 from elastic.protocol.tls import context
 
@@ -114,7 +114,7 @@ async def test_dropped_connection_delivers_no_further_message(paths):
 @needs_openssl
 @pytest.mark.parametrize("tls_at", ["driver", "agent"])
 async def test_tls_at_one_end_only_opens_no_connection(files, monkeypatch, tls_at):
-    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(control_connection, "HANDSHAKE_S", 0.05)
     sides = (files, None) if tls_at == "driver" else (None, files)
     async with Both(*sides) as both:
         assert await both.next() == "missing"

@@ -16,8 +16,8 @@ from elastic.driver.commandline import cli
 from elastic.driver.commandline.options.flags import Options, parse, parser
 from elastic.driver.commandline.setup import check_build, docs_cli
 from elastic.driver.job.job import Job
-from elastic.driver.launch import variables
-from elastic.driver.network.hosts import ThisHost
+from elastic.driver.launch import mistyped_variables
+from elastic.driver.network.host_lists import ThisHost
 from elastic.driver.settings import UNBOUNDED
 from elastic.errors import Invalid
 from harness.golden import recorded
@@ -737,7 +737,10 @@ def test_every_variable_named_in_the_code_is_known():
         re.findall(r"""["'`]((?:HOROVOD|ELASTIC)_[A-Z0-9_]*[A-Z0-9])\b""", "\n".join(sources))
     )
     of_flags = {*parser().variables, *parser().switches}
-    assert len(named) > 60 and named <= of_flags | variables.OF_USERS | variables.OURS
+    assert (
+        len(named) > 60
+        and named <= of_flags | mistyped_variables.OF_USERS | mistyped_variables.OURS
+    )
 
 
 def test_elastic_flags_are_reported_in_a_static_job():

@@ -13,7 +13,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from elastic.driver.network import connection
+from elastic.driver.network import control_connection
 from elastic.driver.network.control_server import WORKERS, ControlServer
 from elastic.protocol import messages as protocol
 from elastic.protocol.framing import proof
@@ -207,7 +207,7 @@ async def test_message_after_the_answer_is_rejected_before_acceptance(driver):
 
 
 async def test_silent_connection_is_closed(monkeypatch):
-    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(control_connection, "HANDSHAKE_S", 0.05)
     async with driving() as driver:
         peer = await Peer.reach(driver.address)
         await peer.hear()
@@ -314,7 +314,7 @@ async def test_tcp_keepalive_is_enabled(driver):
 
 
 async def test_peer_that_does_not_read_is_disconnected(monkeypatch):
-    monkeypatch.setattr(connection, "BACKLOG_LIMIT", 1 << 20)
+    monkeypatch.setattr(control_connection, "BACKLOG_LIMIT", 1 << 20)
     async with driving() as driver:
         await driver.worker()
         message = protocol.End("x" * (1 << 20))

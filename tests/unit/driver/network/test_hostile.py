@@ -25,7 +25,7 @@ from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.metrics import JobMetrics, MetricsServer
 from elastic.driver.monitoring.time_spent import TimeSpent
 from elastic.driver.monitoring.tracing import Tracing
-from elastic.driver.network import connection
+from elastic.driver.network import control_connection
 from elastic.driver.network import control_server as server_module
 from elastic.driver.network.control_server import ControlServer
 from elastic.driver.processes.console import Console
@@ -155,7 +155,7 @@ async def test_unauthenticated_connections_do_not_block_workers(monkeypatch):
 
 
 async def test_slow_sender_is_closed_in_time(monkeypatch):
-    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(control_connection, "HANDSHAKE_S", 0.2)
     async with driving() as driver:
         peer = await Peer.reach(driver.address)
 
@@ -428,7 +428,7 @@ def test_modified_tls_handshake_fails_without_side_effects(tmp_path):
 @needs_openssl
 async def test_stalled_tls_handshake_is_closed_in_time_and_uses_no_slot(tmp_path, monkeypatch):
     files = new_authority(tmp_path).sign("host")
-    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(control_connection, "HANDSHAKE_S", 0.2)
     ours = context(*files, server=True)
     log: list[str] = []
     server = ControlServer(

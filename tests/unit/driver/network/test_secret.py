@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from elastic.driver.launch.environment import worker_environment
+from elastic.driver.launch.worker_environment import worker_environment
 from elastic.driver.network.secret import derived, make_secret_file, read_secret
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Place, Worker

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from certificates import OPENSSL, new_authority, openssl
-from elastic.driver.network import connection
+from elastic.driver.network import control_connection
 from elastic.driver.network.control_server import WORKERS, ControlServer
 from elastic.errors import DriverLost, Invalid
 from elastic.protocol import messages as protocol
@@ -318,7 +318,7 @@ def test_driver_that_sends_too_slowly_is_abandoned(monkeypatch):
 
 @needs_openssl
 def test_worker_without_tls_is_refused_by_a_driver_with_tls(files, monkeypatch):
-    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(control_connection, "HANDSHAKE_S", 0.1)
     with driving(files) as driver:
         with raises(DriverLost):
             Link(driver.address, SECRET, A)

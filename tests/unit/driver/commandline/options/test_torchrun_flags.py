@@ -11,8 +11,8 @@ import pytest
 from elastic.driver.commandline import cli
 from elastic.driver.commandline.options.flags import Options, parse
 from elastic.driver.commandline.options.torchrun_flags import REFUSED, translated
-from elastic.driver.launch.environment import job_environment
-from elastic.driver.network.hosts import ThisHost
+from elastic.driver.launch.worker_environment import job_environment
+from elastic.driver.network.host_lists import ThisHost
 from elastic.errors import Invalid
 from elastic.protocol.messages import Place, Worker
 from harness.golden import raises, recorded

@@ -6,7 +6,7 @@ import asyncio
 import socket
 
 from elastic.driver.discovery.kubernetes.headless_service import HeadlessServiceDiscovery
-from elastic.driver.network.resolver import Found
+from elastic.driver.network.name_lookup import Found
 from harness.golden import recorded
 
 A, B, C, D = "10.0.0.6", "10.0.0.7", "10.0.0.10", "10.0.0.8"

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from elastic.driver.network.hosts import (
+from elastic.driver.network.host_lists import (
     ThisHost,
     literal_address,
     parse_address,

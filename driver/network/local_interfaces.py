@@ -7,7 +7,7 @@ import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from elastic.driver.network.choose_address import (
+from elastic.driver.network.interface_selection import (
     FLAG,
     InterfaceAddress,
     bare,
@@ -17,7 +17,7 @@ from elastic.driver.network.choose_address import (
     wanted_address,
     worker_variables,
 )
-from elastic.driver.network.resolver import LOOKUP_S, Found, resolved
+from elastic.driver.network.name_lookup import LOOKUP_S, Found, resolved
 from elastic.errors import Invalid
 
 ASKED = 4  # maximum number of hosts to which a route is looked up

@@ -9,16 +9,21 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from elastic.driver.network import interfaces, resolver
-from elastic.driver.network.choose_address import (
+from elastic.driver.network import local_interfaces, name_lookup
+from elastic.driver.network.interface_selection import (
     InterfaceAddress,
     check_wanted,
     choose_bind,
     wanted_address,
     worker_variables,
 )
-from elastic.driver.network.interfaces import alone_address, listen_address, own_addresses, route_to
-from elastic.driver.network.resolver import resolved
+from elastic.driver.network.local_interfaces import (
+    alone_address,
+    listen_address,
+    own_addresses,
+    route_to,
+)
+from elastic.driver.network.name_lookup import resolved
 from harness.golden import raises, recorded
 from harness.refusals import refusal_of
 
@@ -155,7 +160,7 @@ def listening(
         "fe80::6%2": "fe80::5",
     }
 
-    async def resolve(name: str, port: int, timeout_s: float) -> resolver.Found:
+    async def resolve(name: str, port: int, timeout_s: float) -> name_lookup.Found:
         if name not in book:
             raise OSError(f"{name} could not be resolved: not known")
         return [
@@ -277,6 +282,6 @@ def test_numeric_addresses_need_no_name_server():
 
 
 def test_flag_accepts_the_same_values(monkeypatch):
-    monkeypatch.setattr(interfaces, "own_addresses", lambda: OWN)
+    monkeypatch.setattr(local_interfaces, "own_addresses", lambda: OWN)
     assert alone_address(["eth1"]) == "10.0.0.5"
-    assert interfaces.worker_network("10.0.0.5", {})["NCCL_SOCKET_IFNAME"] == "=eth1"
+    assert local_interfaces.worker_network("10.0.0.5", {})["NCCL_SOCKET_IFNAME"] == "=eth1"

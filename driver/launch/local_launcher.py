@@ -15,8 +15,8 @@ from elastic.driver.events import (
     Notice,
     WorkerExited,
 )
-from elastic.driver.launch.environment import without_secrets
 from elastic.driver.launch.standard_input import StandardInput, rank_of
+from elastic.driver.launch.worker_environment import without_secrets
 from elastic.driver.preemption.watch import OFF, Watch
 from elastic.driver.processes.supervisor import ProcessSupervisor
 from elastic.driver.settings import Settings

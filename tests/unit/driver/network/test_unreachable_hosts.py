@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.driver.network.address_check import AddressCheck
+from elastic.driver.network.unreachable_hosts import AddressCheck
 from harness.golden import recorded
 
 

@@ -10,7 +10,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from elastic.driver.network.choose_address import FLAG, is_loopback
+from elastic.driver.network.interface_selection import FLAG, is_loopback
 
 SHOWN = 6  # maximum number of hosts listed in a sentence
 

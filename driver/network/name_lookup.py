@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from elastic.driver.network.blocking_calls import begun, over, within
-from elastic.driver.network.choose_address import is_link_local
-from elastic.driver.network.hosts import parse_address
+from elastic.driver.network.host_lists import parse_address
+from elastic.driver.network.interface_selection import is_link_local
 from elastic.errors import Invalid
 
 LOOKUP_S = 5.0
