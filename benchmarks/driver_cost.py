@@ -25,9 +25,9 @@ from pathlib import Path
 import results_output
 import tests_on_path  # noqa: F401
 from elastic.driver import events
-from elastic.driver.job.decisions import JobDecisions
 from elastic.driver.job.driver_loop import AT_ONCE
-from elastic.driver.journal.file import FileArchive, FileJournal
+from elastic.driver.job.job_decisions import JobDecisions
+from elastic.driver.journal.file_journal import FileArchive, FileJournal
 from elastic.driver.journal.journal import SnapshotPolicy
 from elastic.driver.journal.segment_files import older_segments
 from elastic.driver.membership.membership import Membership

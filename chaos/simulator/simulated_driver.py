@@ -28,7 +28,7 @@ from elastic.driver.agents.messages import (
     Seen,
     Start,
 )
-from elastic.driver.job.decisions import JobDecisions
+from elastic.driver.job.job_decisions import JobDecisions
 from elastic.driver.journal.entries import Entry
 from elastic.driver.journal.journal import rebuilt
 from elastic.driver.membership.membership import Membership, may_defer

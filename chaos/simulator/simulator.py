@@ -36,7 +36,7 @@ from elastic.driver.events import (
     StartWorker,
 )
 from elastic.driver.journal.entries import readable_lines
-from elastic.driver.journal.file import FileJournal
+from elastic.driver.journal.file_journal import FileJournal
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Worker

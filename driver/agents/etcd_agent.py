@@ -11,8 +11,8 @@ from elastic.driver.agents.host_agent import HostAgent
 from elastic.driver.agents.uplink import NoDriver
 from elastic.driver.etcd.client import EtcdClient
 from elastic.driver.etcd.connection import Unavailable
+from elastic.driver.etcd.host_registration import Registration
 from elastic.driver.etcd.keys import LeaderAddress, job_root
-from elastic.driver.etcd.registration import Registration
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.credentials import EtcdAccess

@@ -44,7 +44,7 @@ from elastic.driver.job.job import Job, most_workers
 from elastic.driver.job.multi_host_plan import provided
 from elastic.driver.job.provider import Provider
 from elastic.driver.job.start_cleanup import StartCleanup
-from elastic.driver.journal.file import check_own
+from elastic.driver.journal.file_journal import check_own
 from elastic.driver.launch import mistyped_variables
 from elastic.driver.launch.standard_input import check_stdin
 from elastic.driver.launch.worker_environment import threads_per_worker

@@ -1,6 +1,7 @@
 """Discovery of the hosts whose agents are registered in etcd, updated through a watch. Makes no decisions.
 
-The discovery watches the keys of `driver/etcd/registration.py`. Hosts are listed in the order of their registration.
+The discovery watches the keys of `driver/etcd/host_registration.py`. Hosts are listed in the order of their
+registration.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """etcd client with failover between members, for the operations that this package needs. Makes no decisions.
 
 Every request has a deadline. If a member does not respond, the next one is tried immediately. An outage of all members
-is logged once (see `availability`). Requests with ``within_s=None`` wait until etcd is available again.
+is logged once (see `outage_detection`). Requests with ``within_s=None`` wait until etcd is available again.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from elastic.driver.etcd.connection import EtcdConnection, LeaseExpired, Rejected, Unavailable
-from elastic.driver.etcd.endpoints import CALL_S, GRACE_S, Endpoints, Log
 from elastic.driver.etcd.keys import ROOT
+from elastic.driver.etcd.member_failover import CALL_S, GRACE_S, Endpoints, Log
 from elastic.driver.network.credentials import EtcdAccess
 from elastic.driver.reasons import Reason
 

@@ -24,7 +24,7 @@ import msgspec
 
 from elastic.driver.journal.entries import Header, Resumed, Writer, encoded
 from elastic.driver.journal.journal import SnapshotPolicy
-from elastic.driver.journal.records import PendingRecord
+from elastic.driver.journal.record_pieces import PendingRecord
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.remote_journal import RecordJournal
 from elastic.driver.journal.resume import past_of
@@ -38,7 +38,7 @@ _NUMBER = re.compile(r"\d{12}")
 
 
 class Leader(Protocol):
-    """Interface of `elastic.driver.etcd.leadership.Leadership` for writes that only a leader may perform."""
+    """Interface of `elastic.driver.etcd.leader_election.Leadership` for writes that only a leader may perform."""
 
     async def transact(self, puts: list[tuple[str, bytes]], deletes: list[str]) -> None: ...
 

@@ -18,7 +18,7 @@ import msgspec
 
 from elastic.driver.etcd.client import EtcdClient
 from elastic.driver.etcd.connection import Rejected, Unavailable
-from elastic.driver.etcd.endpoints import Log
+from elastic.driver.etcd.member_failover import Log
 from elastic.driver.network.credentials import EtcdAccess
 from elastic.driver.processes.orphan_reaper import read_to_end
 

@@ -30,9 +30,9 @@ from elastic.checkpoints.options import RUN
 from elastic.driver import events
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.job import checkpoint_shares
-from elastic.driver.job.checkpoint_lines import CheckpointLines
+from elastic.driver.job.checkpoint_log_lines import CheckpointLines
 from elastic.driver.job.checkpoint_shares import CheckpointShares
-from elastic.driver.job.decisions import Decider, JobDecisions
+from elastic.driver.job.job_decisions import Decider, JobDecisions
 from elastic.driver.job.operator_api.pending_requests import PendingRequests
 from elastic.driver.journal.journal import Journal
 from elastic.driver.launch.interface import Launcher
@@ -47,11 +47,11 @@ from elastic.driver.membership.scheduling.rank_order import copy_groups
 from elastic.driver.membership.torch_versions import Versions
 from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.membership.worlds import layout_diff
-from elastic.driver.monitoring.exit_lines import ExitLines
+from elastic.driver.monitoring.exit_log_lines import ExitLines
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.reports import Reports
 from elastic.driver.monitoring.tracing import Tracing
-from elastic.driver.monitoring.world_lines import (
+from elastic.driver.monitoring.world_log_lines import (
     JobStart,
     phases_line,
     recovery_line,

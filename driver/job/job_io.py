@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic.driver.events import Action, Event, StopRequested, WorkerRaised
-from elastic.driver.job.checkpoint_lines import kept_line
+from elastic.driver.job.checkpoint_log_lines import kept_line
 from elastic.driver.job.job import Job
 from elastic.driver.job.operator_api.messages import PURPOSE
 from elastic.driver.job.operator_api.operator_service import OperatorAccess, OperatorService

@@ -11,7 +11,7 @@ from elastic.driver.agents.agent_pool import CALL_S, silence_s
 from elastic.driver.agents.messages import AgentId, Detach
 from elastic.driver.job.job import Job
 from elastic.driver.job.multi_host_plan import MultiHostPlan
-from elastic.driver.journal.file import FileArchive
+from elastic.driver.journal.file_journal import FileArchive
 from elastic.driver.network.control_server import ControlServer
 from elastic.driver.network.host_lists import parse_address
 from elastic.driver.sinks import Log

@@ -13,7 +13,7 @@ from elastic.driver.job.job import Job, first_hosts, listed_hosts, room_for, scr
 from elastic.driver.job.job_io import JobIO, open_job_io, serve_page
 from elastic.driver.job.multi_host_plan import MultiHostPlan
 from elastic.driver.journal.entries import header_of, readable
-from elastic.driver.journal.file import FileArchive, FileJournal
+from elastic.driver.journal.file_journal import FileArchive, FileJournal
 from elastic.driver.journal.journal import Journal, SnapshotPolicy
 from elastic.driver.journal.resume import to_go_on_with, writer_here
 from elastic.driver.launch.local_launcher import LocalLauncher

@@ -26,17 +26,17 @@ from elastic.driver.discovery.interface import Discovery, ResourceDemand
 from elastic.driver.discovery.static import GivenHosts
 from elastic.driver.etcd.journal import EtcdArchive
 from elastic.driver.etcd.keys import job_root, operators_key
-from elastic.driver.etcd.leadership import LeadershipLost
+from elastic.driver.etcd.leader_election import LeadershipLost
 from elastic.driver.events import Action, Event, PublishWorld
 from elastic.driver.job import driver_loop
 from elastic.driver.job.job import Job, listed_hosts, room_for, script_discovery
 from elastic.driver.job.job_io import JobIO
-from elastic.driver.job.leader_election import LeaderLease, campaign
 from elastic.driver.job.multi_host_plan import MultiHostPlan, PodSource
-from elastic.driver.journal.copy import JournalCopy, copied_to
+from elastic.driver.job.standby import LeaderLease, campaign
 from elastic.driver.journal.entries import Writer, header_of, readable
-from elastic.driver.journal.file import FileArchive
+from elastic.driver.journal.file_journal import FileArchive
 from elastic.driver.journal.journal import Archive, Journal, SnapshotPolicy
+from elastic.driver.journal.local_copy import JournalCopy, copied_to
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.resume import starts_over, to_go_on_with, writer_here
 from elastic.driver.launch.srun import srun_starter

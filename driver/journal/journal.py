@@ -5,9 +5,9 @@
     await journal.rest()                    when no decision is pending: time for a snapshot
 
 Membership is deterministic, so the events alone reproduce every decision: ``replay`` passes them to a new Membership
-and compares its actions with the recorded ones. `file`, etcd and Ray store journals, `entries` defines the contents,
-and `resume` restores a job for another driver. ``python -m elastic.driver.journal FILE`` prints the entries and whether
-the replay agrees.
+and compares its actions with the recorded ones. `file_journal`, etcd and Ray store journals, `entries` defines the
+contents, and `resume` restores a job for another driver. ``python -m elastic.driver.journal FILE`` prints the entries
+and whether the replay agrees.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import msgspec
 
 from elastic.driver.journal.entries import Entry, Snapshot, Writer, digest_of, encoded
 from elastic.driver.journal.journal import Journal, SnapshotPolicy
-from elastic.driver.journal.records import PendingRecord
+from elastic.driver.journal.record_pieces import PendingRecord
 
 R = TypeVar("R", bound=PendingRecord)
 

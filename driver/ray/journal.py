@@ -32,13 +32,13 @@ import msgspec
 
 from elastic.driver.discovery.interface import Log
 from elastic.driver.etcd.keys import ROOT, job_root
-from elastic.driver.etcd.leadership import LeadershipLost
+from elastic.driver.etcd.leader_election import LeadershipLost
 from elastic.driver.journal.entries import Header, Resumed, Writer, decoded_header, encoded
 from elastic.driver.journal.journal import SnapshotPolicy
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.remote_journal import RecordJournal
 from elastic.driver.journal.resume import past_of
-from elastic.driver.journal.segments import (
+from elastic.driver.journal.writer_chapters import (
     Place,
     SegmentedRecord,
     chapter_name,

@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.driver.etcd.leadership import LeadershipLost
+from elastic.driver.etcd.leader_election import LeadershipLost
 from elastic.driver.job.multi_host_plan import FORWARDED
 from elastic.driver.network.secret import SECRET_BYTES
 from elastic.driver.ray.detached_drivers import NAMESPACE as NAMESPACE

@@ -17,10 +17,10 @@ import pytest
 
 from elastic.driver.etcd.client import Item, Listing
 from elastic.driver.etcd.journal import EtcdArchive
-from elastic.driver.etcd.leadership import LeadershipLost
+from elastic.driver.etcd.leader_election import LeadershipLost
 from elastic.driver.events import Event, TimePassed, WorkerRaised
 from elastic.driver.journal.entries import Entry, Header, Resumed, Snapshot, Writer, encoded
-from elastic.driver.journal.file import FileArchive
+from elastic.driver.journal.file_journal import FileArchive
 from elastic.driver.journal.journal import Archive, Journal, SnapshotPolicy
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.resume import past_of

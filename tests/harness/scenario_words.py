@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from elastic.driver import events
-from elastic.driver.monitoring.world_lines import recovery_line
+from elastic.driver.monitoring.world_log_lines import recovery_line
 from elastic.protocol.messages import Place, Worker
 
 

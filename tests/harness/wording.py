@@ -8,7 +8,7 @@ Unit tests compare whole texts instead: see `harness.golden`.
 from __future__ import annotations
 
 from elastic.driver.events import ReportRecovery
-from elastic.driver.monitoring.world_lines import recovery_line
+from elastic.driver.monitoring.world_log_lines import recovery_line
 from elastic.driver.reasons import as_sentence
 
 

@@ -16,7 +16,7 @@ import torch
 
 from elastic.driver.agents.agent_pool import AgentPool
 from elastic.driver.events import HostLost
-from elastic.driver.job.decisions import JobDecisions
+from elastic.driver.job.job_decisions import JobDecisions
 from elastic.driver.membership.failure_detection import suspicion
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.stuck import Stuck

@@ -14,8 +14,8 @@ from itertools import count
 import msgspec
 
 from elastic.driver.etcd.client import EtcdClient
-from elastic.driver.etcd.leadership import Leadership, LeadershipLost
-from elastic.driver.etcd.registration import Registration
+from elastic.driver.etcd.host_registration import Registration
+from elastic.driver.etcd.leader_election import Leadership, LeadershipLost
 from elastic.driver.network.credentials import EtcdAccess
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elastic.driver.events import DriverRestarted, HostsChanged
 from elastic.driver.journal.entries import header_of
-from elastic.driver.journal.file import FileArchive
+from elastic.driver.journal.file_journal import FileArchive
 from elastic.driver.journal.journal import SnapshotPolicy
 from elastic.driver.journal.resume import writer_here
 from elastic.driver.membership.membership import Membership

@@ -13,7 +13,7 @@ import zlib
 
 import ray
 
-from elastic.driver.etcd.leadership import LeadershipLost
+from elastic.driver.etcd.leader_election import LeadershipLost
 from elastic.driver.events import DriverRestarted, HostsChanged
 from elastic.driver.journal.entries import Writer, header_of
 from elastic.driver.journal.journal import SnapshotPolicy

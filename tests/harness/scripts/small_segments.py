@@ -1,7 +1,7 @@
 """elasticrun whose journal continues in a new segment after 20 kB. With KILLED_AT=FUNCTION, the second switch kills it.
 
-FUNCTION is a function of elastic.driver.journal.file that each switch calls once. With KILLED_AT="after FUNCTION", the
-driver is killed after the call, and otherwise before it.
+FUNCTION is a function of elastic.driver.journal.file_journal that each switch calls once. With KILLED_AT="after
+FUNCTION", the driver is killed after the call, and otherwise before it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 from elastic.driver.commandline.cli import main
 from elastic.driver.job import start_multi_host
-from elastic.driver.journal import file
+from elastic.driver.journal import file_journal
 from elastic.driver.journal.journal import SnapshotPolicy
 from elastic.driver.journal.rotation import SegmentLimits
 
 SWITCHES = 2
 
-file.LIMITS = SegmentLimits(least=20_000, snapshots=0)
+file_journal.LIMITS = SegmentLimits(least=20_000, snapshots=0)
 vars(start_multi_host)["SnapshotPolicy"] = functools.partial(SnapshotPolicy, snapshot_every=10)
 if killed_at := os.environ.pop("KILLED_AT", ""):
     name = killed_at.removeprefix("after ")
-    right = getattr(file, name)
+    right = getattr(file_journal, name)
     calls = 0
 
     def counted(*args: Any) -> Any:
@@ -35,5 +35,5 @@ if killed_at := os.environ.pop("KILLED_AT", ""):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(file, name, counted)
+    setattr(file_journal, name, counted)
 sys.exit(main())

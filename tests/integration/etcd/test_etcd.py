@@ -16,12 +16,12 @@ import msgspec
 import pytest
 
 from elastic.driver.discovery.etcd import EtcdDiscovery
-from elastic.driver.etcd import endpoints as etcd_members
+from elastic.driver.etcd import member_failover as etcd_members
 from elastic.driver.etcd.client import EtcdClient, Item, Listing, Put, Unchanged
 from elastic.driver.etcd.connection import LeaseExpired, Rejected, Unavailable
+from elastic.driver.etcd.host_registration import Registration
 from elastic.driver.etcd.keys import LeaderAddress
-from elastic.driver.etcd.leadership import Leadership, LeadershipLost
-from elastic.driver.etcd.registration import Registration
+from elastic.driver.etcd.leader_election import Leadership, LeadershipLost
 from elastic.driver.network.credentials import EtcdAccess, TlsFiles
 from elastic.errors import Invalid
 from harness.certificates import make_certificates

@@ -13,10 +13,10 @@ import pytest
 from elastic.driver.etcd.client import EtcdClient
 from elastic.driver.etcd.journal import EtcdArchive
 from elastic.driver.etcd.keys import job_root
-from elastic.driver.etcd.leadership import Leadership, LeadershipLost
+from elastic.driver.etcd.leader_election import Leadership, LeadershipLost
 from elastic.driver.events import DriverRestarted, StopRequested, TimePassed
 from elastic.driver.journal.entries import Writer, header_of
-from elastic.driver.journal.file import FileArchive
+from elastic.driver.journal.file_journal import FileArchive
 from elastic.driver.journal.journal import SnapshotPolicy, replay
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.membership.membership import Membership

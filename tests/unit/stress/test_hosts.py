@@ -23,10 +23,10 @@ from elastic.driver.events import (
     WorkerExited,
     WorkerReconnected,
 )
-from elastic.driver.journal.copy import copied_to
 from elastic.driver.journal.entries import Entry, Writer, header_of
-from elastic.driver.journal.file import FileArchive, FileJournal
+from elastic.driver.journal.file_journal import FileArchive, FileJournal
 from elastic.driver.journal.journal import SnapshotPolicy, recording, replay
+from elastic.driver.journal.local_copy import copied_to
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import take_snapshot
 from elastic.driver.reasons import as_sentence

@@ -13,7 +13,7 @@ from elastic.chaos.harness.journal_tail import JobProgress, JournalTail
 from elastic.chaos.inject.faulty_job import FaultyJob, Job, under_fire
 from elastic.chaos.inject.plan import Injected, Plan
 from elastic.driver.events import EndJob, Event, TimePassed, WorkerDigested
-from elastic.driver.journal.file import FileJournal
+from elastic.driver.journal.file_journal import FileJournal
 from elastic.driver.reasons import as_sentence
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Commit, Worker

@@ -19,7 +19,7 @@ from elastic.driver.events import (
     WorkerReturned,
 )
 from elastic.driver.journal.entries import Entry, encoded
-from elastic.driver.journal.file import FileJournal
+from elastic.driver.journal.file_journal import FileJournal
 from elastic.driver.reasons import as_sentence
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Address, Commit, Place, Worker

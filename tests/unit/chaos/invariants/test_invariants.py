@@ -31,7 +31,7 @@ from elastic.driver.events import (
     WorkerMiscomputed,
     WorkerReconnected,
 )
-from elastic.driver.journal.file import FileJournal
+from elastic.driver.journal.file_journal import FileJournal
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import Commit
 from harness.conversation import (

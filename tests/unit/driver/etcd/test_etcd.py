@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from elastic.driver.etcd.availability import Availability
 from elastic.driver.etcd.client import EtcdClient
 from elastic.driver.etcd.connection import Unavailable
 from elastic.driver.etcd.keys import (
@@ -18,6 +17,7 @@ from elastic.driver.etcd.keys import (
     read_leader,
     split_address,
 )
+from elastic.driver.etcd.outage_detection import Availability
 from elastic.driver.network.credentials import EtcdAccess
 from elastic.driver.reasons import Reason, ReasonKind, because
 from elastic.errors import Invalid

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from elastic.driver import events
-from elastic.driver.job.decisions import JobDecisions
+from elastic.driver.job.job_decisions import JobDecisions
 from elastic.driver.membership.membership import Membership, Phase
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.settings import Settings

@@ -14,11 +14,11 @@ import pytest
 from elastic.driver import events
 from elastic.driver.job import shutdown
 from elastic.driver.job.driver_loop import Driver, JobRuntime
-from elastic.driver.journal.file import FileJournal
+from elastic.driver.journal.file_journal import FileJournal
 from elastic.driver.journal.journal import Journal, read, replay
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.worker_messages import EVENTS, event_of
-from elastic.driver.monitoring.world_lines import (
+from elastic.driver.monitoring.world_log_lines import (
     JobStart,
     phases_line,
     recovery_line,

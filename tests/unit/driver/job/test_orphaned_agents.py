@@ -11,7 +11,7 @@ from elastic.driver.job import orphaned_agents
 from elastic.driver.job.job import Job
 from elastic.driver.job.multi_host_plan import MultiHostPlan
 from elastic.driver.journal.entries import Writer, header_of
-from elastic.driver.journal.file import FileArchive
+from elastic.driver.journal.file_journal import FileArchive
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.membership.membership import Membership
 from elastic.driver.reasons import as_sentence

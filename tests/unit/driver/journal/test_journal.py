@@ -33,9 +33,8 @@ from elastic.driver.events import (
     WorkerReady,
     WorkerResumed,
 )
-from elastic.driver.journal import file as journal_file
+from elastic.driver.journal import file_journal as journal_file
 from elastic.driver.journal import journal
-from elastic.driver.journal.copy import JournalCopy
 from elastic.driver.journal.entries import (
     SNAPSHOT,
     Entry,
@@ -45,7 +44,7 @@ from elastic.driver.journal.entries import (
     encoded,
     header_of,
 )
-from elastic.driver.journal.file import FileArchive, FileJournal, check_own
+from elastic.driver.journal.file_journal import FileArchive, FileJournal, check_own
 from elastic.driver.journal.journal import (
     FORCED,
     Journal,
@@ -54,6 +53,7 @@ from elastic.driver.journal.journal import (
     read,
     replay,
 )
+from elastic.driver.journal.local_copy import JournalCopy
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import SnapshotError, take_snapshot
 from elastic.driver.reasons import as_sentence

@@ -10,10 +10,10 @@ import pytest
 from elastic.chaos.simulator.simulated_faults import FaultConditions
 from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.events import Action, DriverRestarted, EndJob, Event, StopRequested, TimePassed
-from elastic.driver.journal.copy import JournalCopy
 from elastic.driver.journal.entries import Entry, Writer, header_of
-from elastic.driver.journal.file import FileJournal
+from elastic.driver.journal.file_journal import FileJournal
 from elastic.driver.journal.journal import Journal, SnapshotPolicy, read, replay
+from elastic.driver.journal.local_copy import JournalCopy
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import take_snapshot
@@ -300,7 +300,7 @@ async def test_snapshots_keep_the_journal_in_etcd_small(tmp_path, job):
 @pytest.mark.parametrize("lives_for", range(5))
 async def test_snapshot_is_atomic(tmp_path, job, lives_for, monkeypatch):
     """The driver is killed after each of its transactions."""
-    monkeypatch.setattr("elastic.driver.journal.records.PIECE", 2000)
+    monkeypatch.setattr("elastic.driver.journal.record_pieces.PIECE", 2000)
     place = InEtcd(tmp_path)
     drive = Drive(place, job[0], every=100)
     await drive.begin()

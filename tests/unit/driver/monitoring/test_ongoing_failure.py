@@ -12,7 +12,7 @@ import pytest
 
 from elastic.driver.events import Action, BreakWorld, EndJob, Event, StartWorker, TimePassed
 from elastic.driver.monitoring.debounce_timer import HELD_S, DebounceTimer
-from elastic.driver.monitoring.exit_lines import ExitLines
+from elastic.driver.monitoring.exit_log_lines import ExitLines
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.ongoing_failure import failure_lasts
 from elastic.driver.processes.stderr_tail import TracebackLedger

@@ -16,11 +16,17 @@ import msgspec
 import pytest
 
 from elastic.chaos.simulator.simulator import Simulation
-from elastic.driver.etcd.leadership import LeadershipLost
+from elastic.driver.etcd.leader_election import LeadershipLost
 from elastic.driver.events import TimePassed
 from elastic.driver.journal.entries import Entry, Header, Snapshot, Writer, decoded, header_of
 from elastic.driver.journal.journal import SnapshotPolicy
-from elastic.driver.journal.segments import Head, Place, SegmentedRecord, chapter_name, counting
+from elastic.driver.journal.writer_chapters import (
+    Head,
+    Place,
+    SegmentedRecord,
+    chapter_name,
+    counting,
+)
 from elastic.driver.membership.snapshot import take_snapshot
 from elastic.driver.ray.cluster import RayUnavailable
 from elastic.driver.ray.journal import RayArchive, RayJournal
@@ -44,7 +50,7 @@ def job():
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr("elastic.driver.journal.records.PIECE", 2000)
+    monkeypatch.setattr("elastic.driver.journal.record_pieces.PIECE", 2000)
 
 
 # ---- killed at any call ----------------------------------------------------------------------------------------------
@@ -297,7 +303,7 @@ class Storm:
 )
 def test_driver_that_may_act_knows_all_previous_actions(seeds, monkeypatch):
     monkeypatch.setattr("elastic.driver.ray.journal.past_of", entry_times)
-    monkeypatch.setattr("elastic.driver.journal.records.PIECE", 100)
+    monkeypatch.setattr("elastic.driver.journal.record_pieces.PIECE", 100)
     deposed = acted = 0
     for seed in seeds:
         storm = Storm(seed)
@@ -453,7 +459,7 @@ def written(*records: tuple[bytes, dict[str, Any]]) -> dict[int, bytes]:
 
 
 def test_valid_records_are_found_from_the_end(monkeypatch):
-    monkeypatch.setattr("elastic.driver.journal.records.PIECE", 4)
+    monkeypatch.setattr("elastic.driver.journal.record_pieces.PIECE", 4)
     a, b, c, d = (chapter_name(turn, 0, "0123456789ab") for turn in range(1, 5))
     old = written((b"old", {"begins": True}), (b"gone", {}))
     one = written((b"header", {"begins": True}), (b"x", {}), (b"too late", {}))

@@ -23,7 +23,7 @@ from elastic.driver.events import (
     WorkerPaced,
     WorkerReconnected,
 )
-from elastic.driver.job.decisions import JobDecisions
+from elastic.driver.job.job_decisions import JobDecisions
 from elastic.driver.membership.snapshot import restore_snapshot, take_snapshot
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import Commit

@@ -16,7 +16,7 @@ from elastic.driver.commandline.running_jobs import job_tables
 from elastic.driver.events import HostsChanged
 from elastic.driver.job.operator_api.runtime_folder import JobRecord, PublishedRecord
 from elastic.driver.journal.entries import ABANDONED, TroubleLine, decoded, decoded_header, encoded
-from elastic.driver.journal.file import FileJournal
+from elastic.driver.journal.file_journal import FileJournal
 from elastic.driver.journal.journal import read
 from elastic.driver.monitoring.explain.causes import Cause, kind_of, last_exception
 from elastic.driver.monitoring.explain.findings import FindingKind, findings, root_cause, time_facts

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from elastic.driver.journal.records import PendingRecord
+from elastic.driver.journal.record_pieces import PendingRecord
 
 
 class Place(NamedTuple):

@@ -1,6 +1,6 @@
 """Failover between the members of etcd, with log lines when no member responds. Makes no decisions.
 
-`availability` decides whether etcd is available. During an outage, requests without a deadline wait.
+`outage_detection` decides whether etcd is available. During an outage, requests without a deadline wait.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from elastic.driver.etcd.availability import Availability
 from elastic.driver.etcd.connection import (
     NOBODY_THERE,
     AccessDenied,
@@ -19,6 +18,7 @@ from elastic.driver.etcd.connection import (
     Unavailable,
     load,
 )
+from elastic.driver.etcd.outage_detection import Availability
 from elastic.driver.network.credentials import EtcdAccess
 from elastic.driver.reasons import Reason
 from elastic.errors import Invalid

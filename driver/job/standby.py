@@ -7,7 +7,7 @@ import contextlib
 import signal
 from typing import Any
 
-from elastic.driver.etcd.leadership import Leadership
+from elastic.driver.etcd.leader_election import Leadership
 from elastic.driver.job.multi_host_plan import MultiHostPlan
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.driver.events import CheckpointMade, Event, WorkerSpent
-from elastic.driver.job.checkpoint_lines import MADE_S, CheckpointLines, kept_line
+from elastic.driver.job.checkpoint_log_lines import MADE_S, CheckpointLines, kept_line
 from elastic.driver.job.checkpoint_shares import CheckpointCompleted, CheckpointFailed
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.settings import StartCheckpoint

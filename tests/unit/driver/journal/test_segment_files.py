@@ -21,11 +21,11 @@ from elastic.chaos.harness.journal_tail import JournalTail
 from elastic.chaos.simulator.simulator import Simulation
 from elastic.driver.commandline.offline.explain_cli import as_text
 from elastic.driver.events import DriverRestarted, HostsChanged
-from elastic.driver.journal import file as journal_file
-from elastic.driver.journal.copy import JournalCopy
+from elastic.driver.journal import file_journal as journal_file
 from elastic.driver.journal.entries import Header, Writer, decoded_header, encoded, header_of
-from elastic.driver.journal.file import KEPT, FileArchive, FileJournal, check_own
+from elastic.driver.journal.file_journal import KEPT, FileArchive, FileJournal, check_own
 from elastic.driver.journal.journal import Journal, SnapshotPolicy, read, recording, replay
+from elastic.driver.journal.local_copy import JournalCopy
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.rotation import OVERDUE, SegmentLimits
 from elastic.driver.journal.segment_files import next_path, older_segments, segment_path

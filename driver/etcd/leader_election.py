@@ -16,9 +16,9 @@ import msgspec
 
 from elastic.driver.etcd.client import EtcdClient, Item, Put, Unchanged
 from elastic.driver.etcd.connection import LeaseExpired, Rejected, Unavailable
-from elastic.driver.etcd.endpoints import Log
 from elastic.driver.etcd.keys import LeaderRecord, job_root, read_leader, split_address
 from elastic.driver.etcd.lease_guard import LeaseGuard
+from elastic.driver.etcd.member_failover import Log
 from elastic.errors import ElasticError, Invalid
 
 # seconds after an etcd outage for which only the previous leader may acquire the key

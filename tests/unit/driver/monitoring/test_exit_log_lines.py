@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.driver.monitoring.exit_lines import ExitLines
+from elastic.driver.monitoring.exit_log_lines import ExitLines
 from elastic.driver.reasons import ReasonKind, because
 from harness.golden import recorded
 

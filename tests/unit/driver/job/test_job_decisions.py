@@ -23,7 +23,7 @@ from elastic.driver.events import (
     WorkerQuit,
     WorkerRaised,
 )
-from elastic.driver.job.decisions import Decider, JobDecisions
+from elastic.driver.job.job_decisions import Decider, JobDecisions
 from elastic.driver.job.shutdown import GRACE_S
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import Address, Place, Worker

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.driver.journal.entries import Entry, Header
-from elastic.driver.journal.file import FileArchive, FileJournal
+from elastic.driver.journal.file_journal import FileArchive, FileJournal
 from elastic.driver.journal.journal import RING, Journal, SnapshotPolicy
 from elastic.driver.reasons import Reason
 

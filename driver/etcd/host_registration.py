@@ -18,7 +18,6 @@ import msgspec
 
 from elastic.driver.etcd.client import EtcdClient, Item, Put, Unchanged
 from elastic.driver.etcd.connection import LeaseExpired, Rejected, Unavailable
-from elastic.driver.etcd.endpoints import Log
 from elastic.driver.etcd.keys import (
     HostRecord,
     LeaderAddress,
@@ -29,6 +28,7 @@ from elastic.driver.etcd.keys import (
     read_host,
     read_leader,
 )
+from elastic.driver.etcd.member_failover import Log
 from elastic.errors import Invalid
 
 EXPIRY_S = 1.5  # seconds after the expiry of a lease within which etcd detects it
