@@ -190,7 +190,7 @@ def kills(cluster: RayCluster, job: Stepping, count: int) -> dict[str, list[floa
 def inventory(cluster: RayCluster) -> dict[str, int]:
     """Return the number of hvd-elastic's actors, placement groups and processes in the cluster."""
     ours = (
-        "elastic.driver.agents.agent_process",
+        "elastic.driver.agents.agent_main",
         "elastic.launcher.run_function",
         "ray::AgentActor",
         "ray::DriverActo",

@@ -34,7 +34,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sink(Protocol):
-    """Destination of the workers' output. See `elastic.driver.processes.output`."""
+    """Destination of the workers' output. See `elastic.driver.processes.worker_output`."""
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
         """Accept output in the order in which it was written. A chunk may end in the middle of a line."""

@@ -18,7 +18,7 @@ from elastic.chaos.inject.bit_flips import BitFlips, CorruptedFile
 from elastic.chaos.inject.network import PacketFilter
 from elastic.chaos.inject.plan import FLIPPED, SPOILS_FILE, Fault, Injected
 from elastic.chaos.inject.resume_guard import Guard
-from elastic.driver.processes.prepared_processes import PREPARED
+from elastic.driver.processes.preloaded_pool import PREPARED
 from elastic.protocol.messages import Worker
 
 MARK = "ELASTIC_CHAOS"  # environment variable with a unique value for each job

@@ -7,8 +7,8 @@ import contextlib
 
 import msgspec
 
+from elastic.driver.agents.driver_connection import NoDriver
 from elastic.driver.agents.host_agent import HostAgent
-from elastic.driver.agents.uplink import NoDriver
 from elastic.driver.etcd.client import EtcdClient
 from elastic.driver.etcd.connection import Unavailable
 from elastic.driver.etcd.host_registration import Registration

@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from elastic.driver.agents.agent_state import AgentState
 from elastic.driver.agents.bandwidth_transfer import BandwidthMeter
-from elastic.driver.agents.forwarding import ForwardingSink
+from elastic.driver.agents.driver_choice import AgentState
+from elastic.driver.agents.driver_connection import Uplink
 from elastic.driver.agents.host_preemption import HostPreemption
 from elastic.driver.agents.messages import (
     AgentId,
@@ -44,7 +44,7 @@ from elastic.driver.agents.messages import (
     Tell,
     TellPlaces,
 )
-from elastic.driver.agents.uplink import Uplink
+from elastic.driver.agents.output_forwarding import ForwardingSink
 from elastic.driver.events import Event, WorkerDisconnected, WorkerExited, WorkerHealthChecked
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.launch.worker_environment import (

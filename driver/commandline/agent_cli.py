@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic.driver.agents import agent_process
+from elastic.driver.agents import agent_main
 from elastic.driver.commandline.options.argument_parser import (
     LOG_LEVELS,
     ArgumentParser,
@@ -143,16 +143,16 @@ def _agent(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     if rest and arguments[len(own)] != "--":
         raise Invalid(f"unexpected argument {rest[0]!r}: see elasticrun agent --help")
     bootstrap = agent_bootstrap(options, environ)
-    agent_process.check(bootstrap)
+    agent_main.check(bootstrap)
     level = {"TRACE": "debug", "FATAL": "error"}.get(bootstrap.log_level, bootstrap.log_level)
     log = Console(
-        agent_process.write_stderr,
+        agent_main.write_stderr,
         level=level.lower() if level.lower() in LEVELS else "info",
         colour=is_terminal(sys.stderr),
     )
-    slots = bootstrap.slots or agent_process.own_slots()
+    slots = bootstrap.slots or agent_main.own_slots()
     log("info", f"host {bootstrap.host} has {counted(slots, 'slot')} for job {bootstrap.job}")
-    return asyncio.run(agent_process.serve(bootstrap, slots=slots, bound=False, log=log))
+    return asyncio.run(agent_main.serve(bootstrap, slots=slots, bound=False, log=log))
 
 
 def agent_bootstrap(options: AgentOptions, environ: Mapping[str, str]) -> Bootstrap:

@@ -51,7 +51,7 @@ from elastic.driver.launch.worker_environment import threads_per_worker
 from elastic.driver.network.host_lists import ThisHost, parse_hosts, read_hostfile, show
 from elastic.driver.network.local_interfaces import alone_address, free_port, worker_network
 from elastic.driver.preemption import watch
-from elastic.driver.processes import prepared_processes
+from elastic.driver.processes import preloaded_pool
 from elastic.driver.processes.console import replace_closed_streams
 from elastic.driver.reasons import counted
 from elastic.driver.settings import UNBOUNDED, Settings
@@ -489,9 +489,9 @@ def _preload(options: Options, *, elastic: bool) -> str:
     Raises:
         Invalid: a word is not a module name, or the number of processes is out of range.
     """
-    wanted = _given(options.preload, prepared_processes.AUTO if elastic else prepared_processes.OFF)
+    wanted = _given(options.preload, preloaded_pool.AUTO if elastic else preloaded_pool.OFF)
     try:
-        names, count = prepared_processes.read(wanted)
+        names, count = preloaded_pool.read(wanted)
     except ValueError as error:
         raise Invalid(f"--preload {wanted}: {error}") from error
     return ",".join([*names, str(count)]) if count else ""

@@ -20,7 +20,7 @@ from elastic.driver.etcd.client import EtcdClient
 from elastic.driver.etcd.connection import Rejected, Unavailable
 from elastic.driver.etcd.member_failover import Log
 from elastic.driver.network.credentials import EtcdAccess
-from elastic.driver.processes.orphan_reaper import read_to_end
+from elastic.driver.processes.orphan_reaper_program import read_to_end
 
 REVOKE_S = 10.0
 

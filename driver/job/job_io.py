@@ -36,8 +36,8 @@ from elastic.driver.monitoring.time_spent import TimeSpent, summary
 from elastic.driver.monitoring.tracing import Tracing
 from elastic.driver.network.secret import SECRET_BYTES, derived
 from elastic.driver.processes.console import Console, is_terminal, write_both
-from elastic.driver.processes.output import Output
 from elastic.driver.processes.status_line import StatusLine, columns_of
+from elastic.driver.processes.worker_output import Output
 from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.protocol.messages import Place, Worker

@@ -15,7 +15,7 @@ from elastic.errors import ElasticError
 
 # line prefix that the agent prints before its release, once it has validated its bootstrap
 READY = "hvd-elastic agent ready"
-AGENT_MODULE = "elastic.driver.agents.agent_process"
+AGENT_MODULE = "elastic.driver.agents.agent_main"
 # Runs a module like python -m, but does not import from the working directory, where a file such as socket.py would
 # shadow a standard module. The text can be quoted in a shell with double quotes inside single quotes.
 RUN_MODULE = (

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 
 from elastic.driver.preemption.source import PreemptionNotice, SourceError
-from elastic.driver.processes import orphan_reaper
+from elastic.driver.processes import orphan_reaper_program
 
 ANSWER_S = 10.0
 # maximum number of seconds; larger printed values, including infinity, are reduced to it
@@ -74,7 +74,7 @@ class Command:
                 printed, wrote = process.communicate(timeout=ANSWER_S)
             except subprocess.TimeoutExpired as error:
                 # Child processes of the command are killed as well.
-                orphan_reaper.kill_group(process.pid)
+                orphan_reaper_program.kill_group(process.pid)
                 raise SourceError(
                     f"the command did not finish within {ANSWER_S:g} s: pass a faster command"
                 ) from error

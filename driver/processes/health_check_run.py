@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from elastic.driver.events import HealthOutcome, WorkerHealthChecked
-from elastic.driver.processes import orphan_reaper
+from elastic.driver.processes import orphan_reaper_program
 from elastic.driver.processes.spawning import why_not_started
 from elastic.driver.settings import AUTO
 from elastic.errors import shortened
@@ -159,7 +159,7 @@ class HealthCheckRun:
 
     def _kill(self) -> None:
         if self._popen is not None:
-            orphan_reaper.kill_group(self._popen.pid)
+            orphan_reaper_program.kill_group(self._popen.pid)
 
     def _exited(self) -> None:
         popen, self._popen = self._popen, None
@@ -177,7 +177,7 @@ class HealthCheckRun:
             if stream is not None and not stream.closed:
                 self._loop.remove_reader(stream.fileno())
                 stream.close()
-        orphan_reaper.kill_sessions({popen.pid})
+        orphan_reaper_program.kill_sessions({popen.pid})
         self._reaped(popen.pid)
         code = popen.wait()  # the process is a zombie, so this call returns immediately
         outcome = HealthOutcome.FAILED if code else HealthOutcome.PASSED

@@ -35,16 +35,16 @@ import msgspec
 
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.membership.worlds.root_cause import describe_exit
-from elastic.driver.processes import health_check_run, orphan_reaper, proc_stats
+from elastic.driver.processes import health_check_run, orphan_reaper_program, proc_stats
 from elastic.driver.processes.health_check_run import HealthCheckRun
 from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
-from elastic.driver.processes.orphan_reaper_process import OrphanReaper
+from elastic.driver.processes.orphan_reaper_control import OrphanReaper
 from elastic.driver.processes.out_of_memory import OutOfMemory
-from elastic.driver.processes.pipes import Pipe
-from elastic.driver.processes.prepared_processes import PreparedProcesses
+from elastic.driver.processes.output_pipe import Pipe
+from elastic.driver.processes.preloaded_pool import PreparedProcesses
 from elastic.driver.processes.spawning import spawn, why_not_started
 from elastic.driver.processes.thread_stacks import STACKS_S, in_order, signal_in_turn
-from elastic.driver.processes.usage import USAGE_S, UsageMeter
+from elastic.driver.processes.usage_meter import USAGE_S, UsageMeter
 from elastic.driver.reasons import counted
 from elastic.driver.settings import Settings
 from elastic.driver.sinks import Log, Sink, Stream, Usage
@@ -239,7 +239,7 @@ class ProcessSupervisor:
         if process is not None:
             self._leases.drop(worker)
             process.frozen_reported_at = None
-            orphan_reaper.kill_group(process.pid)
+            orphan_reaper_program.kill_group(process.pid)
             if process.overdue is None:
                 process.overdue = self._loop.call_later(DEATH_S, self._report_overdue, process)
 
@@ -471,7 +471,7 @@ class ProcessSupervisor:
         if code == -signal.SIGKILL and process.overdue is None and (why := self._memory.look()):
             reason = f"{describe_exit(code)}: {why}"
         # Otherwise, the worker's DataLoader processes would keep its sockets open.
-        orphan_reaper.kill_group(process.pid)
+        orphan_reaper_program.kill_group(process.pid)
         for pipe in list(process.pipes):
             pipe.drain()
         os.close(process.written)
@@ -496,7 +496,7 @@ class ProcessSupervisor:
     def _reap(self) -> None:
         self._sweep = None
         dead, self._unreaped = self._unreaped, set()
-        orphan_reaper.kill_sessions({process.pid for process in dead})
+        orphan_reaper_program.kill_sessions({process.pid for process in dead})
         for process in dead:
             self._has_exited(process.pid)
             # The process has exited but was not reaped, so this call returns immediately.
@@ -507,7 +507,7 @@ class ProcessSupervisor:
         return [process.pid for process in processes]
 
     def _report_overdue(self, process: _Process) -> None:
-        state = orphan_reaper.state_of(process.pid)[0]
+        state = orphan_reaper_program.state_of(process.pid)[0]
         self._log(
             "warning",
             f"{process.worker} (pid {process.pid}) has not exited {DEATH_S:.0f} s after SIGKILL (process state"

@@ -214,7 +214,7 @@ def await_slots(cluster: Any, needed: int, within_s: float) -> None:
 
     Raises Invalid after ``within_s`` seconds, or immediately if no executors can join.
     """
-    from elastic.driver.agents.agent_process import write_stderr
+    from elastic.driver.agents.agent_main import write_stderr
     from elastic.driver.processes.console import Console
 
     began = grown = time.monotonic()

@@ -16,7 +16,7 @@ from typing import TextIO
 
 from elastic.chaos.inject.injection import MARK as CHAOS_MARK
 from elastic.driver.launch.worker_environment import defaults
-from elastic.driver.processes.prepared_processes import PREPARED
+from elastic.driver.processes.preloaded_pool import PREPARED
 from harness import forking
 from harness.forking import ForkRequest, early, tell
 

@@ -61,7 +61,7 @@ MADE_UP_FOR = ("PYTHONUNBUFFERED", "PYTHONPATH")  # in the fork
 PR_SET_PDEATHSIG = 1
 KNOWN = {"jemalloc_bg_thd"}  # of pyarrow's allocator, which stops it for a fork
 PYTHON = ("python", sys.executable)
-AGENT_MODULE = "elastic.driver.agents.agent_process"
+AGENT_MODULE = "elastic.driver.agents.agent_main"
 CHAOS = (["-m", "elastic.chaos"], ["-m", "stress"])  # programs that start a job
 ROOM = "-"  # for a mark: repetitions in this process's arguments
 
@@ -164,16 +164,16 @@ def begin(words: list[str]) -> None:
 
 def agent() -> None:
     """Fork workers in this process: it may have been sent to the background before."""
-    from elastic.driver.agents import agent_process
+    from elastic.driver.agents import agent_main
 
-    serve = agent_process.serve
+    serve = agent_main.serve
 
     def serving(*arguments: Any, **how: Any) -> Any:
         have_forks(int(os.environ.get(SPARE_WORKERS, SPARE)))
         return serve(*arguments, **how)
 
-    agent_process.serve = serving
-    sys.exit(agent_process.main())
+    agent_main.serve = serving
+    sys.exit(agent_main.main())
 
 
 def have_forks(count: int, *, apart: bool = True) -> None:
@@ -350,10 +350,10 @@ def main() -> None:
     """``forking.py DESCRIPTOR [MODULE ...]``"""
     gc.disable()
     import elastic.checkpoints.writer
-    import elastic.driver.agents.agent_process
+    import elastic.driver.agents.agent_main
     import elastic.driver.commandline.cli
     import elastic.driver.job.start  # noqa: F401
-    from elastic.driver.processes.prepared_process import OURS
+    from elastic.driver.processes.preloaded_program import OURS
 
     for name in (*OURS, *sys.argv[2:]):
         importlib.import_module(name)

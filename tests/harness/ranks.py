@@ -17,7 +17,7 @@ from typing import Any, Literal
 import cloudpickle
 import pytest
 
-from elastic.driver.processes.prepared_process import OURS
+from elastic.driver.processes.preloaded_program import OURS
 from elastic.protocol.messages import Address
 from elastic.rendezvous.store import Store, listen
 from harness.ports import free_port

@@ -33,8 +33,8 @@ import json, os, signal, sys
 if sys.argv[1] == "-c" and len(sys.argv) == 3:  # asked where it looks for modules
     print(json.dumps(sys.path))
     sys.exit()
-plain = sys.argv[1:] == ["-c", {run_module!r}, "elastic.driver.agents.agent_process"]
-apart = sys.argv[1:3] == ["-I", "-c"] and "'elastic.driver.agents.agent_process'" in sys.argv[3]
+plain = sys.argv[1:] == ["-c", {run_module!r}, "elastic.driver.agents.agent_main"]
+apart = sys.argv[1:3] == ["-I", "-c"] and "'elastic.driver.agents.agent_main'" in sys.argv[3]
 assert plain or apart, sys.argv
 signal.alarm(100)  # whatever the test forgets
 told = json.loads(sys.stdin.readline())

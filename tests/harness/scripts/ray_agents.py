@@ -24,7 +24,7 @@ from elastic.driver.agents.messages import Attach
 from elastic.driver.events import HostLost
 from elastic.driver.launch.starter import Bootstrap, StartFailed
 from elastic.driver.network.control_server import ControlServer
-from elastic.driver.processes.output import Output
+from elastic.driver.processes.worker_output import Output
 from elastic.driver.ray.actors import RayActors
 from elastic.driver.ray.starter import RayStarter, name_of
 from elastic.protocol.messages import Worker

@@ -21,9 +21,9 @@ import pytest
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.launch.local_launcher import LocalLauncher
 from elastic.driver.monitoring.stacks import TRAINING
-from elastic.driver.processes import orphan_reaper, proc_stats
+from elastic.driver.processes import orphan_reaper_program, proc_stats
 from elastic.driver.processes.out_of_memory import OutOfMemory
-from elastic.driver.processes.output import Output
+from elastic.driver.processes.worker_output import Output
 from elastic.driver.sinks import Stream
 from elastic.protocol.life_lock import LIFE_LOCK
 from elastic.protocol.messages import Place, Worker
@@ -274,7 +274,7 @@ async def test_end_of_output_is_not_an_exit_and_an_open_pipe_does_not_delay_an_e
     assert await host.exit() == WorkerExited(B, 2)
     assert host.launcher.alive() == {A} and lives(pid)
     await until(lambda: bytes(host.out) == b"[localhost:1] last\n", "the last line")
-    for process in orphan_reaper.members_of([int(await host.written("daemon"))]):
+    for process in orphan_reaper_program.members_of([int(await host.written("daemon"))]):
         os.kill(process, signal.SIGKILL)
 
 
@@ -499,7 +499,7 @@ async def test_stacks_when_unavailable_then_the_reason_is_logged_and_no_process_
     host.launcher.dump(B, all_threads=True)
     assert host.log[-1] == wording.INFO_NO_STACKS_LOCALHOST
     os.kill(pid, signal.SIGSTOP)
-    await until(lambda: orphan_reaper.state_of(pid)[0] == "T", "a stopped process")
+    await until(lambda: orphan_reaper_program.state_of(pid)[0] == "T", "a stopped process")
     host.launcher.dump(B, all_threads=False)
     assert host.log[-1].endswith(wording.PROCESS_CANT_RUN_CANT)
     host.launcher.dump(Worker("elsewhere", 0), all_threads=False)
@@ -731,7 +731,7 @@ def test_no_process_outlives_a_killed_driver(tmp_path, mode):
         reapers = [
             each.pid
             for each in psutil.Process(driver.pid).children()
-            if "orphan_reaper.py" in " ".join(each.cmdline())
+            if "orphan_reaper_program.py" in " ".join(each.cmdline())
         ]
         assert len(reapers) == 1
         if mode == "no reaper":  # PDEATHSIG alone takes the worker
@@ -744,7 +744,7 @@ def test_no_process_outlives_a_killed_driver(tmp_path, mode):
             gone(grouped)
             gone(reapers[0])
         else:
-            orphan_reaper.kill_sessions([worker])
+            orphan_reaper_program.kill_sessions([worker])
     finally:
         driver.kill()
         driver.wait(DEADLINE_S)

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic.driver.processes import prepared_processes
-from elastic.driver.processes.prepared_process import leading_imports, script_imports
+from elastic.driver.processes import preloaded_pool
+from elastic.driver.processes.preloaded_program import leading_imports, script_imports
 from harness import wording
 from harness.history import SCRIPTS
 from harness.waiting import until
@@ -27,9 +27,9 @@ SPARE = {"HOME": "/nowhere", "ELASTIC_PREEMPTION": "off"}
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Each imports the requested modules, and not also torch."""
-    monkeypatch.setattr(prepared_processes, "QUIET_S", 0.0)
-    only = prepared_processes.PROGRAM.replace("main;", "main; main.__globals__['OURS'] = ();", 1)
-    monkeypatch.setattr(prepared_processes, "PROGRAM", only)
+    monkeypatch.setattr(preloaded_pool, "QUIET_S", 0.0)
+    only = preloaded_pool.PROGRAM.replace("main;", "main; main.__globals__['OURS'] = ();", 1)
+    monkeypatch.setattr(preloaded_pool, "PROGRAM", only)
 
 
 async def all_wait(host, count: int = 1) -> list[int]:
@@ -165,7 +165,7 @@ async def test_dead_prepared_process_does_not_prevent_a_start(host):
     ],
 )
 def test_only_plain_commands_of_python_are_prepared(command, found):
-    assert prepared_processes.plain(command.split()) == found
+    assert preloaded_pool.plain(command.split()) == found
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_leading_imports_of_a_module_include_imports_of_its_packages(tmp_path, m
 def modules_after(words: str, script: Path) -> set[str]:
     """Return the modules of a process with this request."""
     code = (
-        "import sys; from elastic.driver.processes.prepared_process import prepare; prepare(*sys.argv[1:]);"
+        "import sys; from elastic.driver.processes.preloaded_program import prepare; prepare(*sys.argv[1:]);"
         "print(*{'torch', 'torch._dynamo', 'elastic.run_loop'} & sys.modules.keys())"
     )
     command = [sys.executable, "-c", code, words, str(script), str(script.parent)]
@@ -225,7 +225,7 @@ def test_auto_preloads_torch_only_when_the_script_imports_torch_first(tmp_path):
 @conversation
 async def test_no_process_is_prepared_while_the_host_is_short_of_memory(host):
     kept = host.launcher.agent.prepared
-    free = [prepared_processes.AVAILABLE_BYTES_MIN - 1]
+    free = [preloaded_pool.AVAILABLE_BYTES_MIN - 1]
     kept._available = lambda: free[0]
     script = await has_run_an_empty_script(host)
     await until(lambda: any("memory" in line for line in host.log), "the reason")
@@ -241,7 +241,7 @@ def one_that_waits(training) -> psutil.Process:
 
     def ready() -> list[psutil.Process]:
         children = psutil.Process(training.driver.pid).children()
-        return [each for each in children if "prepared_process" in " ".join(each.cmdline())]
+        return [each for each in children if "preloaded_program" in " ".join(each.cmdline())]
 
     def waits() -> bool:
         return any(waits_at_its_pipe(each.pid) for each in ready())

@@ -172,7 +172,7 @@ class TestContract(StarterContract):
             found = []
             for process in self.hosts.servers["alpha"].processes():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if "elastic.driver.agents.agent_process" in process.cmdline():
+                    if "elastic.driver.agents.agent_main" in process.cmdline():
                         found.append(process)
             return found
 

@@ -129,7 +129,7 @@ WITHHOLDING = """\
 # elasticrun, but kills do not reach their process as long as a file exists: a host that nobody reaches.
 import os, sys
 from elastic.driver.commandline import cli
-from elastic.driver.processes import orphan_reaper as reaper
+from elastic.driver.processes import orphan_reaper_program as reaper
 
 kill_group = reaper.kill_group
 reaper.kill_group = lambda pgid: None if os.path.exists("withheld") else kill_group(pgid)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.driver.processes.orphan_reaper import state_of
+from elastic.driver.processes.orphan_reaper_program import state_of
 from harness.history import TRAINING, History
 from harness.job import Job
 

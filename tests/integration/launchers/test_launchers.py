@@ -18,8 +18,8 @@ from elastic.driver.launch.local_launcher import LocalLauncher
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.launch.subprocess_starter import ChildStarter
 from elastic.driver.network.control_server import ControlServer
-from elastic.driver.processes.orphan_reaper import state_of
-from elastic.driver.processes.output import Output
+from elastic.driver.processes.orphan_reaper_program import state_of
+from elastic.driver.processes.worker_output import Output
 from elastic.protocol.messages import Worker
 from harness.fakes.launcher import FakeLauncher
 
@@ -171,5 +171,5 @@ async def test_command_line_of_an_agent_contains_no_secret():
         host.start(A, WAITS)
         await host.prints(b"waits")
         lines = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
-        assert any(b"elastic.driver.agents.agent_process" in line for line in lines)
+        assert any(b"elastic.driver.agents.agent_main" in line for line in lines)
         assert not any(SECRET.hex().encode() in line for line in lines)

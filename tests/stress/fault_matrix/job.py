@@ -165,7 +165,7 @@ class MatrixJob:
         if self._kind is JobKind.PREPARED:
             with contextlib.suppress(psutil.Error):
                 return any(
-                    "prepared_process" in " ".join(each.info["cmdline"])
+                    "preloaded_program" in " ".join(each.info["cmdline"])
                     and each.memory_info().rss > IMPORTED_BYTES
                     for each in self.program.processes()
                 )

@@ -21,7 +21,8 @@ from typing import Any
 
 import msgspec
 
-from elastic.driver.agents.agent_state import AgentState
+from elastic.driver.agents.driver_choice import AgentState
+from elastic.driver.agents.driver_connection import Uplink
 from elastic.driver.agents.host_agent import HERE_S
 from elastic.driver.agents.messages import (
     AgentId,
@@ -41,7 +42,6 @@ from elastic.driver.agents.messages import (
     Tell,
     TellPlaces,
 )
-from elastic.driver.agents.uplink import Uplink
 from elastic.driver.events import WorkerDisconnected, WorkerExited, WorkerProbed
 from elastic.driver.network.host_lists import parse_address
 from elastic.driver.settings import Settings

@@ -9,8 +9,9 @@ from unittest.mock import create_autospec
 
 from elastic.driver.agents import agent_manager as fleet_module
 from elastic.driver.agents import agent_pool
-from elastic.driver.agents import uplink as uplink_module
+from elastic.driver.agents import driver_connection as uplink_module
 from elastic.driver.agents.agent_manager import AGENTS, AgentManager
+from elastic.driver.agents.driver_connection import Uplink
 from elastic.driver.agents.host_agent import HostAgent
 from elastic.driver.agents.messages import (
     AgentId,
@@ -28,7 +29,6 @@ from elastic.driver.agents.messages import (
     TellPlaces,
 )
 from elastic.driver.agents.pool_events import DisconnectAgent
-from elastic.driver.agents.uplink import Uplink
 from elastic.driver.events import ExitCause, HostLost, HostReported, WorkerExited
 from elastic.driver.launch.starter import Bootstrap, StartFailed
 from elastic.driver.launch.subprocess_starter import ChildStarter

@@ -18,7 +18,7 @@ from elastic.driver.events import CheckpointMade, EndJob, WorkerSpent
 from elastic.driver.job.job_io import STOPPED_S, open_job_io
 from elastic.driver.job.start import start
 from elastic.driver.monitoring.explain import run_report
-from elastic.driver.processes.output import Output
+from elastic.driver.processes.worker_output import Output
 from elastic.driver.reasons import as_sentence
 from elastic.errors import Invalid
 from elastic.protocol.messages import Commit, Times, Worker

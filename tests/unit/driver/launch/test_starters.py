@@ -391,10 +391,10 @@ def test_reason_of_an_ssh_failure_is_found(output):
     [
         (
             1,
-            "/p/python3: Error while finding module specification for 'elastic.driver.agents.agent_process'"
+            "/p/python3: Error while finding module specification for 'elastic.driver.agents.agent_main'"
             " (ModuleNotFoundError: No module named 'elastic')\n",
         ),
-        (1, "/p/python3: No module named elastic.driver.agents.agent_process\n"),
+        (1, "/p/python3: No module named elastic.driver.agents.agent_main\n"),
         (1, "Traceback (most recent call last):\nModuleNotFoundError: No module named 'msgspec'\n"),
         (
             127,

@@ -9,7 +9,7 @@ import threading
 import cloudpickle
 import pytest
 
-from elastic.driver.agents.agent_process import _at_addresses, read_bootstrap
+from elastic.driver.agents.agent_main import _at_addresses, read_bootstrap
 from elastic.driver.job.start import Outcome
 from elastic.errors import Invalid, JobFailed
 from elastic.launcher import launch_function, run_function

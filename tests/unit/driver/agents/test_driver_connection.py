@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from certificates import OPENSSL, new_authority
-from elastic.driver.agents import uplink as uplink_module
+from elastic.driver.agents import driver_connection as uplink_module
 from elastic.driver.agents.agent_manager import AGENTS
+from elastic.driver.agents.driver_connection import Uplink
 from elastic.driver.agents.messages import AgentId, Beat, Here
-from elastic.driver.agents.uplink import Uplink
 from elastic.driver.network import control_connection
 from elastic.driver.network.control_server import ControlServer
 from elastic.protocol.tls import context

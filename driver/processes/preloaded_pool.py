@@ -2,7 +2,7 @@
 
 A preloaded process is started QUIET_S seconds after the last worker, with the same interpreter and environment, if the
 host has enough memory. It becomes a worker when it receives a command. Until then, it waits for input on a pipe and
-runs no threads of this package. Workers are not forked from it. See `prepared_process`.
+runs no threads of this package. Workers are not forked from it. See `preloaded_program`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic.driver.processes import orphan_reaper
+from elastic.driver.processes import orphan_reaper_program
 from elastic.driver.sinks import Log
 
-PROGRAM = "import sys; sys.path[:1] = sys.argv[1:2]; from elastic.driver.processes.prepared_process import main; main()"
+PROGRAM = (
+    "import sys; sys.path[:1] = sys.argv[1:2]; "
+    "from elastic.driver.processes.preloaded_program import main; main()"
+)
 PREPARED = "ELASTIC_PREPARED"  # environment variable that marks a process that is not a worker yet
 PADDING = "ELASTIC_PREPARED_ROOM"
 AUTO, OFF = "auto", "off"
@@ -242,7 +245,7 @@ class PreparedProcesses:
             if pipe is not None:
                 pipe.close()
         if kept.process.returncode is None:  # After the exit, the process ID may be reused.
-            orphan_reaper.kill_group(kept.process.pid)
+            orphan_reaper_program.kill_group(kept.process.pid)
         self._killed.append(kept.process)
 
     def _reap_later(self) -> None:
@@ -266,7 +269,7 @@ class PreparedProcesses:
         while self._reap() and time.monotonic() < deadline:
             time.sleep(REAP_S)
         for process in self._killed:
-            state, _ = orphan_reaper.state_of(process.pid)
+            state, _ = orphan_reaper_program.state_of(process.pid)
             self._log(
                 "warning",
                 f"the preloaded process {process.pid} has not exited {DEATH_S:g} s after SIGKILL (state {state})",

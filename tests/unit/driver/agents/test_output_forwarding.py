@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elastic.driver.agents import forwarding
-from elastic.driver.agents.forwarding import ForwardingSink
+from elastic.driver.agents import output_forwarding
 from elastic.driver.agents.messages import Printed
+from elastic.driver.agents.output_forwarding import ForwardingSink
 from elastic.protocol.messages import Worker
 from harness.golden import recorded
 
@@ -46,7 +46,7 @@ def test_output_without_a_driver_is_forwarded_later_in_order():
 
 
 def test_output_beyond_the_buffer_is_dropped_and_counted(monkeypatch):
-    monkeypatch.setattr(forwarding, "KEPT_LIMIT", 10)
+    monkeypatch.setattr(output_forwarding, "KEPT_LIMIT", 10)
     driver = Driver()
     driver.here = False
     driver.sink.feed(A, "stdout", b"123456789")
@@ -64,7 +64,7 @@ def test_output_beyond_the_buffer_is_dropped_and_counted(monkeypatch):
 
 def test_congested_connection_receives_no_more(monkeypatch):
     driver = Driver()
-    driver.backlog = forwarding.CONGESTED
+    driver.backlog = output_forwarding.CONGESTED
     driver.sink.feed(A, "stdout", b"one")
     assert not driver.heard
     driver.backlog = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elastic.driver.agents.agent_state import EXITS_LIMIT, AgentState, AttachOutcome
+from elastic.driver.agents.driver_choice import EXITS_LIMIT, AgentState, AttachOutcome
 from elastic.driver.agents.messages import Attach, Detach, Reject, to_agent
 from elastic.driver.events import WorkerExited
 from elastic.protocol.messages import Worker

@@ -18,8 +18,8 @@ from elastic.driver.processes.console import (
     write_both,
     write_to,
 )
-from elastic.driver.processes.output import LINE_LIMIT, Output
 from elastic.driver.processes.stderr_tail import TAIL_LIMIT
+from elastic.driver.processes.worker_output import LINE_LIMIT, Output
 from elastic.protocol.messages import Place, Worker
 from elastic.protocol.uncaught.sending import Uncaught
 from harness.golden import recorded
@@ -198,7 +198,7 @@ def test_lines_beyond_a_slow_terminals_buffer_are_dropped_with_a_note():
 
 
 def test_slow_reader_receives_all_lines_in_order_and_is_reported_once(monkeypatch):
-    monkeypatch.setattr("elastic.driver.processes.output.REMIND_S", 0.0)
+    monkeypatch.setattr("elastic.driver.processes.worker_output.REMIND_S", 0.0)
     terminal = Terminal()
     err = bytearray()
     output = Output(place_of=lambda w: place(0), stdout=terminal.write, stderr=err.extend)

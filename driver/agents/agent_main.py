@@ -1,6 +1,6 @@
 """Entry point of an agent process. Reads its configuration as one line of JSON from standard input (see `Bootstrap`).
 
-    python -m elastic.driver.agents.agent_process
+    python -m elastic.driver.agents.agent_main
 
 After validation, the agent writes a line with READY and its release to standard output. It exits when standard input is
 closed. An agent that must outlive its starter instead continues in the background when standard input is closed, or
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import msgspec
 
+from elastic.driver.agents.driver_connection import NoDriver
 from elastic.driver.agents.etcd_agent import serve_by_etcd
 from elastic.driver.agents.host_agent import FIND_S, Find, HostAgent
-from elastic.driver.agents.uplink import NoDriver
 from elastic.driver.launch.starter import READY, Bootstrap
 from elastic.driver.network.host_lists import parse_address
 from elastic.driver.network.name_lookup import numeric

@@ -13,7 +13,7 @@ from unittest.mock import create_autospec
 import msgspec
 import pytest
 
-from elastic.driver.agents import agent_process
+from elastic.driver.agents import agent_main
 from elastic.driver.agents.host_agent import FIND_S
 from elastic.driver.launch.starter import READY, Bootstrap
 
@@ -34,13 +34,11 @@ def story_of(patch: pytest.MonkeyPatch, wait: Callable[[BinaryIO], list[int]]) -
     with starter, os.fdopen(read) as input:
         patch.setattr(sys, "stdin", input)
         patch.setattr(select, "select", waits)
-        leave = create_autospec(
-            agent_process._daemonize, side_effect=lambda: story.append("leaves")
-        )
-        patch.setattr(agent_process, "_daemonize", leave)
-        serve = create_autospec(agent_process.serve, return_value=0)
-        patch.setattr(agent_process, "serve", serve)
-        assert agent_process.main() == (0 if "leaves" in story else 1)
+        leave = create_autospec(agent_main._daemonize, side_effect=lambda: story.append("leaves"))
+        patch.setattr(agent_main, "_daemonize", leave)
+        serve = create_autospec(agent_main.serve, return_value=0)
+        patch.setattr(agent_main, "serve", serve)
+        assert agent_main.main() == (0 if "leaves" in story else 1)
         assert serve.called == ("leaves" in story)
     return story
 
@@ -63,7 +61,7 @@ def test_agent_that_outlives_its_starter_detaches_after_the_starter_has_received
 
 
 def test_agent_without_a_response_of_its_starter_detaches_after_a_time_limit(monkeypatch):
-    monkeypatch.setattr(agent_process, "FIND_S", 0.0)
+    monkeypatch.setattr(agent_main, "FIND_S", 0.0)
     assert story_of(monkeypatch, lambda starter: []) == ["leaves"]
 
 
@@ -71,7 +69,7 @@ def test_agent_without_a_response_of_its_starter_detaches_after_a_time_limit(mon
 def test_agent_with_a_closed_output_does_not_detach(monkeypatch, pair):
     """Its starter was ended, for example the ssh connection of a job that ends when the agent becomes ready."""
     reader, writer = pair()
-    monkeypatch.setattr(agent_process, "STDOUT", writer)
+    monkeypatch.setattr(agent_main, "STDOUT", writer)
 
     def ends(starter: BinaryIO) -> list[int]:
         os.close(reader)

@@ -6,7 +6,7 @@ import asyncio
 import os
 from unittest.mock import create_autospec
 
-from elastic.driver.processes.pipes import Pipe
+from elastic.driver.processes.output_pipe import Pipe
 from elastic.driver.sinks import Sink
 from elastic.protocol.messages import Worker
 

@@ -10,12 +10,8 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from elastic.driver.processes import orphan_reaper, prepared_processes
-from elastic.driver.processes.prepared_processes import (
-    AVAILABLE_BYTES_MIN,
-    DEATH_S,
-    PreparedProcesses,
-)
+from elastic.driver.processes import orphan_reaper_program, preloaded_pool
+from elastic.driver.processes.preloaded_pool import AVAILABLE_BYTES_MIN, DEATH_S, PreparedProcesses
 
 COMMAND = ["python", "train.py"]
 
@@ -33,10 +29,10 @@ class Kept:
         self.levels: list[str] = []
         self.ready = asyncio.Event()
         for name in ("QUIET_S", "LOOK_S"):
-            monkeypatch.setattr(prepared_processes, name, 0.0)
+            monkeypatch.setattr(preloaded_pool, name, 0.0)
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
-        monkeypatch.setattr(prepared_processes, "time", clock)
-        monkeypatch.setattr(orphan_reaper, "kill_group", self._kill)
+        monkeypatch.setattr(preloaded_pool, "time", clock)
+        monkeypatch.setattr(orphan_reaper_program, "kill_group", self._kill)
         self.prepared = PreparedProcesses(
             f"auto,{count}",
             spawn=self._spawn,

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic.driver.processes import orphan_reaper
+from elastic.driver.processes import orphan_reaper_program
 from elastic.driver.sinks import Log
 
 
@@ -48,7 +48,13 @@ class OrphanReaper:
         if self._popen is not None or self._quick_deaths >= self.ATTEMPTS:
             return
         # All standard streams are redirected, because a reaper must not keep the driver's terminal or pipes open.
-        command = [sys.executable, "-I", "-S", str(Path(orphan_reaper.__file__)), str(os.getpid())]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(Path(orphan_reaper_program.__file__)),
+            str(os.getpid()),
+        ]
         try:
             self._popen = subprocess.Popen(
                 command,

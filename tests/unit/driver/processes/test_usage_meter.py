@@ -11,7 +11,7 @@ import pytest
 
 from elastic.driver.processes import proc_stats
 from elastic.driver.processes.proc_stats import GONE, ProcSample, parse_statm
-from elastic.driver.processes.usage import Gpus, Rates, UsageMeter
+from elastic.driver.processes.usage_meter import Gpus, Rates, UsageMeter
 from elastic.driver.sinks import Usage
 
 
