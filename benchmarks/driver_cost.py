@@ -34,7 +34,7 @@ from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import restore_snapshot, take_snapshot
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Address, Commit, Worker
 

@@ -33,8 +33,8 @@ from elastic.driver.commandline.running_jobs import job_commands
 from elastic.driver.commandline.setup import docs_cli, doctor_cli
 from elastic.driver.events import CheckpointMade, WorkerMerged
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.metrics import JobMetrics, families
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.prometheus_metrics import JobMetrics, families
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.protocol.messages import Commit, Worker
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -466,7 +466,7 @@ def _report(path: str | None) -> str | None:
     """
     place = _writable_place("--report", path, replaces=True)
     if place is not None:
-        from elastic.driver.monitoring.explain.run_report import BEGINNING, check_replaceable
+        from elastic.driver.monitoring.explain.report_at_job_end import BEGINNING, check_replaceable
 
         check_replaceable(Path(place), BEGINNING)
     return place

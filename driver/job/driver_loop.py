@@ -49,8 +49,8 @@ from elastic.driver.membership.worker_messages import event_of
 from elastic.driver.membership.worlds import layout_diff
 from elastic.driver.monitoring.exit_log_lines import ExitLines
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.reports import Reports
-from elastic.driver.monitoring.tracing import Tracing
+from elastic.driver.monitoring.report_delivery import Reports
+from elastic.driver.monitoring.timeline_collection import Tracing
 from elastic.driver.monitoring.world_log_lines import (
     JobStart,
     phases_line,

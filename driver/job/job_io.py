@@ -26,14 +26,14 @@ from elastic.driver.monitoring.dashboard.live_page import LivePage
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
 from elastic.driver.monitoring.debounce_timer import DebounceTimer
-from elastic.driver.monitoring.explain.run_report import RunReport
-from elastic.driver.monitoring.http_requests import RequestGuard
+from elastic.driver.monitoring.explain.report_at_job_end import RunReport
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.ongoing_failure import failure_lasts
-from elastic.driver.monitoring.recovery_traces import RecoveryTraces
+from elastic.driver.monitoring.opentelemetry_traces import RecoveryTraces
+from elastic.driver.monitoring.page_access import RequestGuard
 from elastic.driver.monitoring.tensorboard_scalars import TensorBoard
-from elastic.driver.monitoring.time_spent import TimeSpent, summary
-from elastic.driver.monitoring.tracing import Tracing
+from elastic.driver.monitoring.time_accounting import TimeSpent, summary
+from elastic.driver.monitoring.timeline_collection import Tracing
 from elastic.driver.network.secret import SECRET_BYTES, derived
 from elastic.driver.processes.console import Console, is_terminal, write_both
 from elastic.driver.processes.status_line import StatusLine, columns_of
@@ -44,7 +44,7 @@ from elastic.protocol.messages import Place, Worker
 from elastic.protocol.report_values import Report
 
 if TYPE_CHECKING:
-    from elastic.driver.monitoring.metrics import MetricsServer
+    from elastic.driver.monitoring.prometheus_metrics import MetricsServer
 
 STOPPED_S = 2.0  # seconds per stream for writing the remaining output after a stop
 
@@ -226,7 +226,7 @@ def open_job_io(job: Job) -> Iterator[JobIO]:
             console("info", f"timeline: {job.settings.timeline}")
         if job.metrics is not None:
             # Import on demand, because the import takes a tenth of a second.
-            from elastic.driver.monitoring.metrics import JobMetrics, MetricsServer
+            from elastic.driver.monitoring.prometheus_metrics import JobMetrics, MetricsServer
 
             metrics = MetricsServer(*job.metrics, JobMetrics(spent), changing)
             host = f"[{job.metrics[0]}]" if ":" in job.metrics[0] else job.metrics[0]

@@ -8,7 +8,7 @@ from elastic.driver import events
 from elastic.driver.monitoring.commit_rate import CommitRate
 from elastic.driver.monitoring.job_view import ViewReader
 from elastic.driver.monitoring.step_rate import StepRate
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.protocol.messages import Commit
 
 

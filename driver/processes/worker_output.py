@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elastic.driver.events import ExitCause
-from elastic.driver.monitoring.stacks import training_stack
+from elastic.driver.monitoring.stack_excerpts import training_stack
 from elastic.driver.processes.console import Write, WriterThread
 from elastic.driver.processes.stderr_tail import DiagnosticLines, StderrTails, TracebackLedger
 from elastic.driver.sinks import Stream

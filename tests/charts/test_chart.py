@@ -31,8 +31,8 @@ from elastic.driver.commandline.agent_cli import AgentOptions, agent_parser
 from elastic.driver.commandline.options.flags import parse
 from elastic.driver.events import CheckpointMade
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.metrics import JobMetrics, families
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.prometheus_metrics import JobMetrics, families
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.protocol.messages import Commit
 from harness import wording
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from cluster.api import STRATEGIC_MERGE, Namespace
 from cluster.control_plane import ControlPlane
-from elastic.driver.discovery.kubernetes.objects import Json
+from elastic.driver.discovery.kubernetes.api_objects import Json
 
 WATCHED_S = 30.0
 CHANGES_PER_S = 10

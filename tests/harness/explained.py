@@ -9,7 +9,7 @@ from elastic.driver.monitoring.explain.findings import FindingKind, JournalState
 from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.sentences import sentence
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from harness.conversation import MembershipConversation, hosts
 from harness.golden import recorded
 

@@ -37,7 +37,7 @@ from elastic.driver.commandline.kubernetes.release_state import (
     warnings,
 )
 from elastic.driver.discovery.kubernetes.api_client import ANSWER_S, CONNECT_S, WATCH_S, connection
-from elastic.driver.discovery.kubernetes.objects import Json
+from elastic.driver.discovery.kubernetes.api_objects import Json
 from elastic.errors import Invalid
 
 CHART = Path(__file__).parents[3] / "charts" / "hvd-elastic"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.driver.discovery.kubernetes.objects import Json
+from elastic.driver.discovery.kubernetes.api_objects import Json
 
 GROUP, LOCAL_QUEUES = "kueue.x-k8s.io", "localqueues"
 QUEUE_LABEL, MANAGED_LABEL = f"{GROUP}/queue-name", f"{GROUP}/managed"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 
-from elastic.driver.discovery.kubernetes.objects import Json, is_queued, natural
+from elastic.driver.discovery.kubernetes.api_objects import Json, is_queued, natural
 
 DRIVER, WORKER = "driver", "worker"
 # Maximum number of warnings to show (newest first), and maximum number of characters per warning.

@@ -20,10 +20,10 @@ from elastic.driver.commandline.options.argument_parser import (
 )
 from elastic.driver.monitoring.explain.findings import FindingKind, findings
 from elastic.driver.monitoring.explain.journal_file import JournalReading, read_journal
-from elastic.driver.monitoring.explain.page import PageJob, page
-from elastic.driver.monitoring.explain.run_report import write_page
+from elastic.driver.monitoring.explain.report_at_job_end import write_page
+from elastic.driver.monitoring.explain.report_page import PageJob, page
 from elastic.driver.monitoring.explain.sentences import HEADINGS, parts_meant, sections
-from elastic.driver.monitoring.time_spent import summary
+from elastic.driver.monitoring.time_accounting import summary
 from elastic.driver.processes.console import shown
 
 DESCRIPTION = """\

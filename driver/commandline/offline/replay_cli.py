@@ -26,16 +26,16 @@ from elastic.driver.journal.entries import Entry
 from elastic.driver.monitoring.dashboard import page_server
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer
-from elastic.driver.monitoring.explain.film import film
+from elastic.driver.monitoring.explain.animation import film
 from elastic.driver.monitoring.explain.journal_file import (
     JournalEntries,
     JournalReading,
     read_journal,
 )
-from elastic.driver.monitoring.explain.run_report import write_page
-from elastic.driver.monitoring.http_requests import RequestGuard
+from elastic.driver.monitoring.explain.report_at_job_end import write_page
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.page_access import RequestGuard
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.errors import Invalid
 
 DESCRIPTION = """\

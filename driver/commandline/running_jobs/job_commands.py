@@ -32,7 +32,7 @@ from elastic.driver.job.operator_api.client import (
     key_of,
 )
 from elastic.driver.job.operator_api.runtime_folder import records
-from elastic.driver.monitoring.stacks import training_stack
+from elastic.driver.monitoring.stack_excerpts import training_stack
 from elastic.driver.network.secret import read_secret
 from elastic.driver.processes.console import shown
 from elastic.errors import Invalid

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from elastic.driver.discovery.kubernetes.objects import Json
+from elastic.driver.discovery.kubernetes.api_objects import Json
 from elastic.errors import Invalid
 
 CONNECT_S = 5.0

@@ -19,7 +19,7 @@ from elastic.driver.discovery.kubernetes.api_client import (
     KubernetesApi,
     Resource,
 )
-from elastic.driver.discovery.kubernetes.objects import Json
+from elastic.driver.discovery.kubernetes.api_objects import Json
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0

@@ -20,6 +20,7 @@ from elastic.driver.discovery.kubernetes.api_client import (
     KubernetesApi,
     Resource,
 )
+from elastic.driver.discovery.kubernetes.api_objects import Pod
 from elastic.driver.discovery.kubernetes.list_watch import (
     Changed,
     Listed,
@@ -27,8 +28,7 @@ from elastic.driver.discovery.kubernetes.list_watch import (
     Update,
     WatchFailed,
 )
-from elastic.driver.discovery.kubernetes.objects import Pod
-from elastic.driver.discovery.kubernetes.pods import PodEnding, Pods, differences
+from elastic.driver.discovery.kubernetes.pod_decisions import PodEnding, Pods, differences
 from elastic.driver.events import Event, HostLeaving, HostsQueued, HostStaying, Notice
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.host_lists import show

@@ -15,7 +15,7 @@ from elastic.driver.discovery.kubernetes.api_client import (
     KubernetesApi,
     Resource,
 )
-from elastic.driver.discovery.kubernetes.objects import Json
+from elastic.driver.discovery.kubernetes.api_objects import Json
 from elastic.errors import Invalid
 
 WAIT_S = 600.0

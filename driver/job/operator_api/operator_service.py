@@ -35,7 +35,7 @@ from elastic.driver.journal.entries import readable
 from elastic.driver.monitoring.dashboard.live_page import LivePage
 from elastic.driver.monitoring.dashboard.page_model import STACKS
 from elastic.driver.monitoring.dashboard.page_state import TAILS
-from elastic.driver.monitoring.stacks import training_stack
+from elastic.driver.monitoring.stack_excerpts import training_stack
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.control_server import Callers, ControlServer
 from elastic.driver.sinks import Log

@@ -37,7 +37,7 @@ from elastic.driver.monitoring.shard_status import (
     recovery_facts,
     source_sentence,
 )
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import brief
 from elastic.driver.settings import StartCheckpoint
 from elastic.driver.sinks import Usage

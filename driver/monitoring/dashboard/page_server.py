@@ -5,7 +5,7 @@
 
 A patch is encoded once for all viewers, in the next iteration of the event loop, but at least FLUSH_S after the
 previous patch. A viewer with more than BACKLOG pending bytes is disconnected. Unauthenticated clients may use at most
-VISITORS connections, for VISIT_S seconds each. `http_requests` decides which requests are answered.
+VISITORS connections, for VISIT_S seconds each. `page_access` decides which requests are answered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, cast
 import msgspec
 
 from elastic.driver.monitoring.dashboard.page_model import PageModel
-from elastic.driver.monitoring.http_requests import HEAD_LIMIT, PageRefusal, RequestGuard
+from elastic.driver.monitoring.page_access import HEAD_LIMIT, PageRefusal, RequestGuard
 from elastic.errors import Invalid
 
 VIEWERS = 64

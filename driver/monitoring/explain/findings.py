@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from elastic.driver.events import DrainRequested, Event, RemoveRequested, ScaleRequested
-from elastic.driver.monitoring.explain.causes import FOLLOWS, Cause, Death
 from elastic.driver.monitoring.explain.job_history import Incident, JobHistory, StoreOutage
+from elastic.driver.monitoring.explain.loss_causes import FOLLOWS, Cause, Death
 from elastic.driver.monitoring.late_islands import LateIslands
 from elastic.driver.monitoring.shard_status import recovery_facts
 from elastic.driver.monitoring.stalls import Stall, StallEnd, blamed
-from elastic.driver.monitoring.time_spent import PARTS, STRETCHES
+from elastic.driver.monitoring.time_accounting import PARTS, STRETCHES
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import Settings
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from elastic.driver import events
 from elastic.driver.monitoring.change_waits import ChangeWaits
-from elastic.driver.monitoring.explain.causes import (
+from elastic.driver.monitoring.explain.loss_causes import (
     FOLLOWS,
     Cause,
     Death,
@@ -29,8 +29,8 @@ from elastic.driver.monitoring.job_rates import JobRates
 from elastic.driver.monitoring.job_view import ViewReader
 from elastic.driver.monitoring.reported_series import Series
 from elastic.driver.monitoring.shard_status import ShardStatus
-from elastic.driver.monitoring.slow_workers import SlowWorkers
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.straggler_records import SlowWorkers
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import Reason, ReasonKind
 from elastic.driver.settings import StartCheckpoint
 from elastic.protocol.messages import Commit, Worker

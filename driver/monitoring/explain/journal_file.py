@@ -24,9 +24,9 @@ from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import restore_snapshot
 from elastic.driver.monitoring.explain.findings import JournalState
 from elastic.driver.monitoring.explain.job_history import JobHistory
-from elastic.driver.monitoring.explain.worker_rows import WorkerRows
+from elastic.driver.monitoring.explain.timeline_rows import WorkerRows
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from elastic.driver.monitoring.explain.causes import Cause
 from elastic.driver.monitoring.explain.findings import Advice, FindingKind, JobFinding
+from elastic.driver.monitoring.explain.loss_causes import Cause
 from elastic.driver.monitoring.shard_status import as_sentence as sharded_sentence
 from elastic.driver.monitoring.shard_status import source_sentence
-from elastic.driver.monitoring.slow_workers import SlowEnd
 from elastic.driver.monitoring.stalls import ENDS, StallEnd, as_sentence
-from elastic.driver.monitoring.time_spent import LEAST_S, WORDS
+from elastic.driver.monitoring.straggler_records import SlowEnd
+from elastic.driver.monitoring.time_accounting import LEAST_S, WORDS
 from elastic.driver.reasons import (
     ReasonKind,
     because,

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import pytest
 
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.metrics import JobMetrics, MetricsServer
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.prometheus_metrics import JobMetrics, MetricsServer
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.network.interface_selection import choose_bind
 from elastic.driver.network.local_interfaces import listen_address, own_addresses, worker_network
 from elastic.errors import Invalid

@@ -24,9 +24,9 @@ from elastic.driver.events import (
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
 from elastic.driver.monitoring.dashboard.page_state import TAILS
-from elastic.driver.monitoring.http_requests import RequestGuard
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.page_access import RequestGuard
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import as_sentence
 from elastic.protocol.messages import Address, Place, Worker
 from harness.browser import CHROMIUM, Browser

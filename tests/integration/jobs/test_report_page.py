@@ -18,15 +18,15 @@ from elastic.driver.events import (
 )
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
-from elastic.driver.monitoring.explain.film import film
+from elastic.driver.monitoring.explain.animation import film
 from elastic.driver.monitoring.explain.findings import JournalState, findings
 from elastic.driver.monitoring.explain.job_history import JobHistory
-from elastic.driver.monitoring.explain.page import PageJob, page
-from elastic.driver.monitoring.explain.worker_rows import WorkerRows
-from elastic.driver.monitoring.http_requests import RequestGuard
+from elastic.driver.monitoring.explain.report_page import PageJob, page
+from elastic.driver.monitoring.explain.timeline_rows import WorkerRows
 from elastic.driver.monitoring.job_view import JobView
+from elastic.driver.monitoring.page_access import RequestGuard
 from elastic.driver.monitoring.reported_series import ReportedSeries
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Address, Place, Worker

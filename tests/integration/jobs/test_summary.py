@@ -17,7 +17,7 @@ from elastic.driver.commandline.offline.replay_cli import play
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.explain.journal_file import JournalEntries
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.protocol.messages import Worker
 from harness import wording
 from harness.forking import SPARE_WORKERS

@@ -17,7 +17,7 @@ from elastic.driver.commandline import cli
 from elastic.driver.events import CheckpointMade, EndJob, WorkerSpent
 from elastic.driver.job.job_io import STOPPED_S, open_job_io
 from elastic.driver.job.start import start
-from elastic.driver.monitoring.explain import run_report
+from elastic.driver.monitoring.explain import report_at_job_end
 from elastic.driver.processes.worker_output import Output
 from elastic.driver.reasons import as_sentence
 from elastic.errors import Invalid
@@ -86,7 +86,7 @@ def test_report_when_its_disk_is_full_then_the_job_succeeds_and_elasticrun_does_
     def full(*_: object) -> None:
         raise Invalid(why)
 
-    monkeypatch.setattr(run_report, "write_page", full)
+    monkeypatch.setattr(report_at_job_end, "write_page", full)
     command = ["--report", str(tmp_path / "r.html"), "-np", "1", "true"]
     assert cli.main(command) == 1
     job = cli.make_job(cli.read_options(command, {}), {**os.environ})

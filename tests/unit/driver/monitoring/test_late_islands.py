@@ -11,7 +11,7 @@ from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.sentences import sentence
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.late_islands import ISLANDS, LateIslands
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.protocol.messages import Worker
 from harness.golden import recorded
 

@@ -17,10 +17,10 @@ from elastic.driver.events import (
     StartWorker,
 )
 from elastic.driver.monitoring.dashboard.page_model import PageModel
-from elastic.driver.monitoring.explain.film import film
+from elastic.driver.monitoring.explain.animation import film
 from elastic.driver.monitoring.explain.findings import FindingKind
-from elastic.driver.monitoring.explain.worker_rows import WorkerRows
-from elastic.driver.monitoring.metrics import JobMetrics
+from elastic.driver.monitoring.explain.timeline_rows import WorkerRows
+from elastic.driver.monitoring.prometheus_metrics import JobMetrics
 from elastic.driver.reasons import ReasonKind
 from harness.conversation import exited, hosts, names, the, worker
 from harness.explained import ExplainedConversation

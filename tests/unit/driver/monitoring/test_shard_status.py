@@ -17,7 +17,7 @@ from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.sentences import sentence
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.shard_status import as_sentence, recovery_facts, source_sentence
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.monitoring.world_log_lines import recovery_line
 from elastic.protocol.messages import Commit, RowBytes
 from harness.golden import recorded

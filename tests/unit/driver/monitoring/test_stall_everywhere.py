@@ -12,15 +12,15 @@ from elastic.driver import events
 from elastic.driver.commandline.running_jobs import job_tables
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.status_line_text import one_line
-from elastic.driver.monitoring.explain.film import film
+from elastic.driver.monitoring.explain.animation import film
 from elastic.driver.monitoring.explain.findings import Advice, FindingKind, JournalState, findings
 from elastic.driver.monitoring.explain.job_history import JobHistory
-from elastic.driver.monitoring.explain.page import PageJob, page
+from elastic.driver.monitoring.explain.report_page import PageJob, page
 from elastic.driver.monitoring.explain.sentences import sections
-from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
+from elastic.driver.monitoring.explain.timeline_rows import STATES, WorkerRows
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.metrics import JobMetrics, families
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.prometheus_metrics import JobMetrics, families
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker

@@ -20,11 +20,11 @@ import pytest
 from certificates import OPENSSL, new_authority
 from elastic.driver.agents import messages as agent_protocol
 from elastic.driver.membership.worker_messages import event_of
-from elastic.driver.monitoring import metrics
+from elastic.driver.monitoring import prometheus_metrics
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.metrics import JobMetrics, MetricsServer
-from elastic.driver.monitoring.time_spent import TimeSpent
-from elastic.driver.monitoring.tracing import Tracing
+from elastic.driver.monitoring.prometheus_metrics import JobMetrics, MetricsServer
+from elastic.driver.monitoring.time_accounting import TimeSpent
+from elastic.driver.monitoring.timeline_collection import Tracing
 from elastic.driver.network import control_connection
 from elastic.driver.network import control_server as server_module
 from elastic.driver.network.control_server import ControlServer
@@ -323,9 +323,9 @@ def test_messages_of_an_agent_are_validated(spoilt):
 
 
 def test_number_of_concurrent_metrics_requests_is_limited(monkeypatch):
-    monkeypatch.setattr(metrics, "VISITORS", 3)
+    monkeypatch.setattr(prometheus_metrics, "VISITORS", 3)
     # No request is closed only because this machine is slow.
-    monkeypatch.setattr(metrics, "VISIT_S", 60.0)
+    monkeypatch.setattr(prometheus_metrics, "VISIT_S", 60.0)
     served = MetricsServer("127.0.0.1", 0, JobMetrics(TimeSpent(JobView())), threading.Lock())
     url = f"http://127.0.0.1:{served.port}/metrics"
     visitors = []
@@ -349,7 +349,7 @@ def test_number_of_concurrent_metrics_requests_is_limited(monkeypatch):
 
 
 def test_silent_metrics_connection_is_closed(monkeypatch, capfd):
-    monkeypatch.setattr(metrics, "VISIT_S", 0.1)
+    monkeypatch.setattr(prometheus_metrics, "VISIT_S", 0.1)
     served = MetricsServer("127.0.0.1", 0, JobMetrics(TimeSpent(JobView())), threading.Lock())
     try:
         with socket.create_connection(("127.0.0.1", served.port), 10.0) as visitor:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from elastic.driver.events import ExitCause
-from elastic.driver.monitoring.stacks import STACK, header_of
+from elastic.driver.monitoring.stack_excerpts import STACK, header_of
 from elastic.driver.processes.stderr_tail import DiagnosticLines, StderrTails, TracebackLedger
 from elastic.protocol.messages import Worker
 from elastic.protocol.uncaught.sending import LostDriver, StackOf, TrainingThread, Uncaught

@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.driver.monitoring.report_ledger import PRESSING_BYTES, ReportLedger
+from elastic.driver.monitoring.report_acknowledgements import PRESSING_BYTES, ReportLedger
 from elastic.monitoring.report_queue import KEPT, OVERHEAD_BYTES, WINDOW_BYTES, ReportQueue
 from elastic.protocol.messages import Place, Reported, ReportsTaken, Worker
 

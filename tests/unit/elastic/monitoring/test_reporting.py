@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import elastic
-from elastic.driver.monitoring import reports as reports_module
-from elastic.driver.monitoring.reports import Reports
+from elastic.driver.monitoring import report_delivery as reports_module
+from elastic.driver.monitoring.report_delivery import Reports
 from elastic.errors import DriverLost, Invalid, NotInitialized
 from elastic.monitoring import reporting
 from elastic.monitoring.report_queue import WINDOW_BYTES

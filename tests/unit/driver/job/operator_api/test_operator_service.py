@@ -52,7 +52,7 @@ from elastic.driver.job.operator_api.runtime_folder import (
 from elastic.driver.monitoring.dashboard.live_page import LivePage
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid

@@ -14,7 +14,7 @@ from elastic.driver.monitoring.dashboard.page_model import LINES, PageModel
 from elastic.driver.monitoring.dashboard.page_state import TAILS, applied
 from elastic.driver.monitoring.dashboard.worker_grid import HELD_UP, STATES
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker

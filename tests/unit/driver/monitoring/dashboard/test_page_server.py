@@ -19,9 +19,9 @@ from elastic.driver.monitoring.dashboard import page_server
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
 from elastic.driver.monitoring.dashboard.page_state import applied
-from elastic.driver.monitoring.http_requests import RequestGuard
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.page_access import RequestGuard
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import as_sentence
 from elastic.errors import Invalid
 from harness.golden import recorded

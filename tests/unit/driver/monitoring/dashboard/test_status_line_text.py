@@ -12,7 +12,7 @@ from elastic.driver.events import (
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.status_line_text import one_line
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import as_sentence
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
 from harness.golden import recorded

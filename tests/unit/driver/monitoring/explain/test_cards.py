@@ -10,12 +10,12 @@ import pytest
 from elastic.driver import events
 from elastic.driver.monitoring.explain.findings import JournalState, findings
 from elastic.driver.monitoring.explain.job_history import JobHistory
-from elastic.driver.monitoring.explain.page import PageJob, page
+from elastic.driver.monitoring.explain.report_page import PageJob, page
 from elastic.driver.monitoring.explain.sentences import number
-from elastic.driver.monitoring.explain.worker_rows import WorkerRows
+from elastic.driver.monitoring.explain.timeline_rows import WorkerRows
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.reported_series import ReportedSeries
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.protocol.messages import Times, Worker
 
 

@@ -9,7 +9,7 @@ from elastic.driver.monitoring.explain.findings import Advice, FindingKind, Jour
 from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.sentences import sentence
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker

@@ -18,11 +18,11 @@ from elastic.driver.job.operator_api.runtime_folder import JobRecord, PublishedR
 from elastic.driver.journal.entries import ABANDONED, TroubleLine, decoded, decoded_header, encoded
 from elastic.driver.journal.file_journal import FileJournal
 from elastic.driver.journal.journal import read
-from elastic.driver.monitoring.explain.causes import Cause, kind_of, last_exception
 from elastic.driver.monitoring.explain.findings import FindingKind, findings, root_cause, time_facts
 from elastic.driver.monitoring.explain.journal_file import JournalReading, read_journal
+from elastic.driver.monitoring.explain.loss_causes import Cause, kind_of, last_exception
 from elastic.driver.monitoring.explain.sentences import duration, sentence
-from elastic.driver.monitoring.time_spent import STRETCHES
+from elastic.driver.monitoring.time_accounting import STRETCHES
 from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings, StartCheckpoint
 from elastic.errors import Invalid

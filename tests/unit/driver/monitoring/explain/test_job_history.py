@@ -35,8 +35,7 @@ from elastic.driver.events import (
     WorkerSpent,
     WorkerThawed,
 )
-from elastic.driver.monitoring.explain.causes import Cause, of_fence
-from elastic.driver.monitoring.explain.film import film
+from elastic.driver.monitoring.explain.animation import film
 from elastic.driver.monitoring.explain.findings import (
     ADVICE,
     Advice,
@@ -47,10 +46,11 @@ from elastic.driver.monitoring.explain.findings import (
 )
 from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.journal_file import read_journal
+from elastic.driver.monitoring.explain.loss_causes import Cause, of_fence
 from elastic.driver.monitoring.explain.sentences import sentence
-from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
+from elastic.driver.monitoring.explain.timeline_rows import STATES, WorkerRows
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import ReasonKind, because
 from elastic.protocol.messages import Commit, Place, Times, Worker
 from harness.golden import recorded
@@ -62,7 +62,7 @@ from harness.kept_journals import (
     without_actions,
     written,
 )
-from unit.driver.monitoring.explain.test_page import SETTINGS, STORE, first_start, world
+from unit.driver.monitoring.explain.test_report_page import SETTINGS, STORE, first_start, world
 
 A, B, C = (Worker("h", slot) for slot in range(3))
 A2, B2 = (Worker("h", slot, 2) for slot in range(2))

@@ -6,7 +6,7 @@ import faulthandler
 import tempfile
 
 import elastic
-from elastic.driver.monitoring.stacks import INNERMOST, TRAINING, training_stack
+from elastic.driver.monitoring.stack_excerpts import INNERMOST, TRAINING, training_stack
 from harness.golden import recorded
 
 LINK = 'Thread 0x0000000000000001 (most recent call first):\n  File "link.py", line 1 in read\n\n'

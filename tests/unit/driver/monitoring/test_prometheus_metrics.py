@@ -45,8 +45,8 @@ from elastic.driver.events import (
 )
 from elastic.driver.membership.failure_detection.gpu_hangs import Hang, HangFinding, hang_of_one
 from elastic.driver.monitoring.job_view import JobView, Stage
-from elastic.driver.monitoring.metrics import NAMES, JobMetrics, MetricsServer, families
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.prometheus_metrics import NAMES, JobMetrics, MetricsServer, families
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker

@@ -13,12 +13,12 @@ from elastic.driver import events
 from elastic.driver.journal.entries import decoded_header, encoded, header_of, readable
 from elastic.driver.monitoring.explain.findings import JournalState, findings
 from elastic.driver.monitoring.explain.job_history import JobHistory
-from elastic.driver.monitoring.explain.page import PageJob, page
-from elastic.driver.monitoring.explain.run_report import BEGINNING, RunReport, write_page
-from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
+from elastic.driver.monitoring.explain.report_at_job_end import BEGINNING, RunReport, write_page
+from elastic.driver.monitoring.explain.report_page import PageJob, page
+from elastic.driver.monitoring.explain.timeline_rows import STATES, WorkerRows
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.reported_series import POINTS, ReportedSeries
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid

@@ -8,7 +8,7 @@ import pytest
 
 from elastic.driver.events import Action
 from elastic.driver.monitoring.explain.findings import Advice, FindingKind
-from elastic.driver.monitoring.slow_workers import SlowEnd
+from elastic.driver.monitoring.straggler_records import SlowEnd
 from harness.conversation import exited, paced, returned
 from harness.explained import ExplainedConversation
 

@@ -26,12 +26,12 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from elastic.driver import events
-from elastic.driver.monitoring.http_requests import is_ours
 from elastic.driver.monitoring.job_rates import JobRates
 from elastic.driver.monitoring.job_view import Stage, ViewReader
-from elastic.driver.monitoring.slow_workers import SlowWorkers
+from elastic.driver.monitoring.page_access import is_ours
+from elastic.driver.monitoring.straggler_records import SlowWorkers
 from elastic.driver.monitoring.straggler_waits import Histogram, StragglerWaits
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import ReasonKind
 from elastic.errors import Invalid
 from elastic.protocol.messages import Worker

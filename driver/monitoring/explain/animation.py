@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape as escaped
 
-from elastic.driver.monitoring.explain.causes import Cause
 from elastic.driver.monitoring.explain.job_history import Incident, JobHistory
+from elastic.driver.monitoring.explain.loss_causes import Cause
 from elastic.driver.monitoring.explain.sentences import milliseconds
-from elastic.driver.monitoring.explain.worker_rows import STATES, Span, WorkerRows
+from elastic.driver.monitoring.explain.timeline_rows import STATES, Span, WorkerRows
 from elastic.driver.monitoring.stalls import Stall
 
 WIDTH, HEIGHT = 860, 400

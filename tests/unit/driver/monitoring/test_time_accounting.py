@@ -23,9 +23,9 @@ from elastic.driver.events import (
     WorkerResumed,
     WorkerSpent,
 )
-from elastic.driver.monitoring import time_spent
+from elastic.driver.monitoring import time_accounting
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import Seconds, TimeSpent, summary
+from elastic.driver.monitoring.time_accounting import Seconds, TimeSpent, summary
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.protocol.messages import Address, Commit, Part, Place, Times, Worker
 from harness.golden import recorded
@@ -175,7 +175,7 @@ def test_workers_of_a_lost_host_end_with_the_host():
 
 def test_late_report_of_a_lost_host_counts_for_no_worker():
     spent = TimeSpent(JobView())
-    workers = [Worker("h", slot) for slot in range(2 * time_spent.KEPT + 1)]
+    workers = [Worker("h", slot) for slot in range(2 * time_accounting.KEPT + 1)]
     spent.view.note(TimePassed(), [StartWorker(each, PLACE, WHY) for each in workers], 100.0)
     spent.view.note(HostLost("h", "gone"), [EndJob(1, WHY)], 150.0)
     assert spent.older_count > 0
@@ -191,7 +191,7 @@ def test_worker_of_the_previous_driver_has_its_reported_age():
 
 
 def test_thousands_of_exited_workers_are_aggregated(monkeypatch):
-    monkeypatch.setattr(time_spent, "KEPT", 5)
+    monkeypatch.setattr(time_accounting, "KEPT", 5)
     spent = TimeSpent(JobView())
     for number in range(1, 21):
         worker = Worker("h", 0, number)
@@ -390,7 +390,7 @@ def test_summary_is_a_table_with_its_sum():
 
 
 def test_summary_of_many_workers_shows_some(monkeypatch):
-    monkeypatch.setattr(time_spent, "SHOWN", 1)
+    monkeypatch.setattr(time_accounting, "SHOWN", 1)
     assert "  ... and 1 more" in summary(trains())
 
 

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from elastic.driver.monitoring import tracing
+from elastic.driver.monitoring import timeline_collection
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.tracing import Tracing
+from elastic.driver.monitoring.timeline_collection import Tracing
 from elastic.errors import Invalid
 from elastic.monitoring import timeline
 from elastic.monitoring.tracing import TracingThroughDriver, TracingToFile
@@ -201,7 +201,7 @@ async def test_full_disk_ends_the_timeline_but_not_the_job(tmp_path, monkeypatch
 
 
 async def test_overloaded_driver_drops_records_and_reports_their_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracing, "WAITING_LIMIT", 0)
+    monkeypatch.setattr(timeline_collection, "WAITING_LIMIT", 0)
 
     @talk
     async def go(t):

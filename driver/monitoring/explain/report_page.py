@@ -27,10 +27,10 @@ from elastic.driver.monitoring.explain.sentences import (
     parts_meant,
     sections,
 )
-from elastic.driver.monitoring.explain.worker_rows import STATES, WorkerRows
+from elastic.driver.monitoring.explain.timeline_rows import STATES, WorkerRows
 from elastic.driver.monitoring.reported_series import ReportedSeries
 from elastic.driver.monitoring.stalls import as_sentence
-from elastic.driver.monitoring.time_spent import WORDS
+from elastic.driver.monitoring.time_accounting import WORDS
 
 COLOURS = {
     "training": "training",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic.driver.discovery.kubernetes.pods import PodEnding, Pods, differences
+from elastic.driver.discovery.kubernetes.pod_decisions import PodEnding, Pods, differences
 from harness.golden import recorded
 from harness.kubernetes_objects import node, pod
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from elastic.driver.monitoring.explain.findings import JournalState, findings
 from elastic.driver.monitoring.explain.job_history import JobHistory
-from elastic.driver.monitoring.explain.page import PageJob, page
-from elastic.driver.monitoring.explain.worker_rows import WorkerRows
+from elastic.driver.monitoring.explain.report_page import PageJob, page
+from elastic.driver.monitoring.explain.timeline_rows import WorkerRows
 from elastic.driver.monitoring.job_view import ViewReader
 from elastic.driver.monitoring.reported_series import ReportedSeries
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.settings import Settings, StartCheckpoint
 from elastic.errors import Invalid
 from elastic.protocol.report_values import Report

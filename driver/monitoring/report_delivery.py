@@ -1,6 +1,7 @@
-"""Delivery of workers' reports to a callback, and acknowledgement to the workers. `report_ledger` detects repetitions.
+"""Delivery of workers' reports to a callback, and acknowledgement to the workers.
 
-The callback runs in the event loop's thread, so it blocks the driver while it runs.
+`report_acknowledgements` detects repetitions. The callback runs in the event loop's thread, so it blocks the driver
+while it runs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from elastic.driver.monitoring.report_ledger import ReportLedger
+from elastic.driver.monitoring.report_acknowledgements import ReportLedger
 from elastic.driver.sinks import Log
 from elastic.protocol.messages import Message, Place, Reported, Worker
 from elastic.protocol.report_values import Report, unpacked

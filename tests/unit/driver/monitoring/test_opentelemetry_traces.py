@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace.export import (
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from elastic.driver.events import ReportRecovery
-from elastic.driver.monitoring import recovery_traces
-from elastic.driver.monitoring.recovery_traces import RecoveryTraces, phases_of
+from elastic.driver.monitoring import opentelemetry_traces
+from elastic.driver.monitoring.opentelemetry_traces import RecoveryTraces, phases_of
 from elastic.driver.reasons import as_sentence
 from elastic.errors import Invalid
 from harness.golden import raises, recorded
@@ -118,7 +118,7 @@ class Stuck(SpanExporter):
 
 
 def test_unresponsive_collector_blocks_neither_decisions_nor_the_close(monkeypatch):
-    monkeypatch.setattr(recovery_traces, "CLOSE_S", 0.05)
+    monkeypatch.setattr(opentelemetry_traces, "CLOSE_S", 0.05)
     stuck, log = Stuck(), []
     processor = BatchSpanProcessor(stuck, max_queue_size=16, max_export_batch_size=8)
     traces = RecoveryTraces(

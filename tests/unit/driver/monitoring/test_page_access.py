@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.driver.monitoring.http_requests import PageRefusal, RequestGuard
+from elastic.driver.monitoring.page_access import PageRefusal, RequestGuard
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 

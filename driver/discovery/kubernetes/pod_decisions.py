@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from elastic.driver.discovery.kubernetes.objects import (
+from elastic.driver.discovery.kubernetes.api_objects import (
     Json,
     KubernetesNode,
     Pod,

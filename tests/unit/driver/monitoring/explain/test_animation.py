@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from elastic.driver.monitoring.explain.film import CAPTIONS, COLOURS, FRAMES, KEYS, film
+from elastic.driver.monitoring.explain.animation import CAPTIONS, COLOURS, FRAMES, KEYS, film
 from elastic.driver.monitoring.explain.job_history import JobHistory
 from elastic.driver.monitoring.explain.journal_file import JournalReading, read_journal
-from elastic.driver.monitoring.explain.worker_rows import WorkerRows
+from elastic.driver.monitoring.explain.timeline_rows import WorkerRows
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from harness.golden import recorded
 from harness.kept_journals import KEPT, unpacked
 from unit.driver.monitoring.explain.test_explain import HERE, JOBS, job
