@@ -14,7 +14,7 @@ from elastic.collectives.distant_group import DistantGroup
 from elastic.collectives.interface import Collectives
 from elastic.errors import NotInitialized
 from elastic.protocol.messages import Place, World
-from elastic.rendezvous.environment import Environment
+from elastic.rendezvous.worker_settings import Environment
 
 if TYPE_CHECKING:
     import torch

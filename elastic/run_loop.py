@@ -49,9 +49,9 @@ from elastic.optimizer.gradients import gradient_layout
 from elastic.protocol.calls import distinct
 from elastic.protocol.messages import COPY, STATE, World
 from elastic.protocol.uncaught.sending import LostDriver, send_report
-from elastic.rendezvous import following_samplers
+from elastic.rendezvous import distributed_samplers
 from elastic.runtime import host_updates, lifecycle
-from elastic.runtime.departure import Departure
+from elastic.runtime.errors_while_leaving import Departure
 from elastic.runtime.failures import hardware_errors
 from elastic.runtime.session import Session
 from elastic.runtime.worker_runtime import WorkerRuntime
@@ -348,7 +348,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     durable.entered(rt, world)
     following_group.follow(rt, first=first and not joined)
     rt.kept_variables.follow(rt.place, first=first)
-    following_samplers.follow()
+    distributed_samplers.follow()
     reset = state.reset if first else state.on_reset
     if state.is_sharded():
         _log(process_sets.start_copy(rt, world.copying)())

@@ -107,9 +107,9 @@ def refuse_internals() -> None:
 
 def need_keras(front_end: str) -> None:
     """Import the Keras package that this process uses. See `need`."""
-    from elastic.rendezvous import environment
+    from elastic.rendezvous import worker_settings
 
-    need("tf_keras" if environment.legacy_keras() else "keras", front_end)
+    need("tf_keras" if worker_settings.legacy_keras() else "keras", front_end)
 
 
 def need(package: str, front_end: str) -> None:

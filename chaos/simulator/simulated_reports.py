@@ -8,7 +8,7 @@ from elastic.chaos.simulator.interface import SimulatedJob
 from elastic.chaos.simulator.simulated_training import Collective, State
 from elastic.protocol import messages
 from elastic.protocol.messages import Commit, Message
-from elastic.runtime.progress import REPEAT_S
+from elastic.runtime.collective_progress import REPEAT_S
 from elastic.runtime.recovery import Recovery
 
 PACE_S, LARGE_PACE_S = 5.0, 30.0

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 
-LEGACY = environment.legacy_keras()
+LEGACY = worker_settings.legacy_keras()
 
 if TYPE_CHECKING or not LEGACY:
     import keras

@@ -40,7 +40,7 @@ from elastic.collectives import dtypes_and_ops, nccl_library, own_gpu, threads
 from elastic.collectives.interface import Counts, Op, Work
 from elastic.collectives.torch_group import REDUCE, as_bytes
 from elastic.errors import CollectiveFailed, Invalid
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.rendezvous.store import Call, Store, listen
 
 # Time in seconds to poll without sleeping. The collectives of a step usually end within it.
@@ -66,7 +66,7 @@ class NcclCollectives:
         self._collective_timeout_s = (
             timeout_s if collective_timeout_s is None else collective_timeout_s
         )
-        self._launched_timeout_s = environment.launched_timeout_s(self._collective_timeout_s)
+        self._launched_timeout_s = worker_settings.launched_timeout_s(self._collective_timeout_s)
         self._device = own_gpu.device()
         self._backend: Any = None
         self._failed: str | None = None
@@ -171,7 +171,7 @@ class NcclCollectives:
             self._swapping,
         )
         served_at, gpus = zip(*(each.decode().rsplit(" ", 1) for each in answers), strict=True)
-        if not environment.gpus_are_shared():
+        if not worker_settings.gpus_are_shared():
             own_gpu.refuse_shared(gpus, torch.cuda.device_count())
         server_host, _, server_port = served_at[0].rpartition(" ")
         ids = c10d.TCPStore(

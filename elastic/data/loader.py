@@ -25,7 +25,7 @@ from elastic.data.sampler import present_world
 from elastic.data.sources import IndexedSource, Loaded, Source, StreamSource
 from elastic.data.stream import NOBODY
 from elastic.errors import Invalid, NotInitialized
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 
 World = tuple[int, int, int]  # rank, size and generation
@@ -147,7 +147,7 @@ class DataLoader:
         self._began_in = 0  # epoch of the current iteration
         self._count = optimizer_steps.count()  # number of optimizer steps at the last check
         self._moves = 0  # number of times that the position was set other than by iterating
-        self._noting = environment.digests()
+        self._noting = worker_settings.digests()
         # samples trained since the last `take_trained`, for tests
         self._handed: list[tuple[Position, int, list[int]]] = []
         optimizer_steps.watch()
@@ -546,7 +546,7 @@ class StepShards(Iterator[Any]):
 def _check_joined() -> None:
     """Raise NotInitialized if this process is a worker that has not joined its job yet."""
     if lifecycle.position() is None:
-        env = environment.read()
+        env = worker_settings.read()
         if env.driver is not None or (env.started is not None and env.started.way is not None):
             raise NotInitialized(
                 "the loader was used before init(), so the rank of this worker is unknown: call init() before"

@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 
 from elastic.data import order
 from elastic.errors import Invalid
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 
 
@@ -70,7 +70,7 @@ class ElasticSampler(Sampler[int]):
         self.rank = 0
         self.num_samples = 0
         self.total_size = 0
-        self._noting = environment.digests()
+        self._noting = worker_settings.digests()
         self._trained: dict[int, list[int]] = {}  # uncommitted samples by epoch; used in tests
         self._start = 0  # index in the epoch's order at which this partition starts
         self._dealt_to: tuple[int, int, int] | None = None

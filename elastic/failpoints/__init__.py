@@ -54,9 +54,9 @@ from pathlib import Path
 
 from elastic.errors import Invalid
 from elastic.failpoints.rules import Rule, parse
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 
-_text = environment.failpoints()
+_text = worker_settings.failpoints()
 _lock = threading.Lock()
 _rules: list[Rule] = []
 _read: object = None  # the rules, or the file that contains them; None until they are read
@@ -139,7 +139,7 @@ def _load() -> None:
 
 
 def _facts() -> dict[str, str]:
-    worker = environment.worker()
+    worker = worker_settings.worker()
     facts = {
         "worker": str(worker),
         "host": worker.host,

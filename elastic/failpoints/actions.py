@@ -24,7 +24,7 @@ from pathlib import Path
 
 from elastic.errors import Invalid
 from elastic.failpoints.rules import Rule
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 
 TOGETHER_S = 30.0  # timeout in seconds for all victims of a rule to reach the failpoint
 WAIT_S = 60.0  # timeout in seconds for the file of a wait action to appear
@@ -110,7 +110,7 @@ def _hold_gil_busy(seconds: str) -> None:
 
 def _shut(_: str) -> None:
     """Shut down every TCP connection of the process except the one to the driver."""
-    driver = environment.read().driver
+    driver = worker_settings.read().driver
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, ValueError):
             number = int(name)

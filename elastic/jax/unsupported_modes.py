@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from elastic.errors import Fixed, NotElastic
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 
 
 def _refusal() -> NotElastic:
@@ -34,7 +34,7 @@ def refuse_initialize() -> None:
 
     @functools.wraps(initialize)
     def refusing(*args: Any, **kwargs: Any) -> Any:
-        if environment.read().driver is not None:
+        if worker_settings.read().driver is not None:
             raise _refusal()
         return initialize(*args, **kwargs)
 

@@ -10,12 +10,12 @@ import torch
 from elastic.api.arrays import to_numpy, value_of
 from elastic.api.keras_version import keras
 from elastic.errors import Invalid
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 
 BACKENDS = ("tensorflow", "torch", "jax")
 
 if keras.backend.backend() == "tensorflow":
-    environment.keep_tensors()
+    worker_settings.keep_tensors()
 
 
 def backend() -> str:

@@ -23,7 +23,7 @@ from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Message, Place
 from elastic.protocol.trace_file import TraceFile
 from elastic.protocol.trace_format import TraceFormat
-from elastic.rendezvous.environment import DYNAMIC, Environment
+from elastic.rendezvous.worker_settings import DYNAMIC, Environment
 
 ANSWER_S = 10.0  # timeout in seconds for the driver to open or complete a file
 WRITE_S = 1.0  # seconds between two writes to a local file

@@ -32,8 +32,8 @@ from elastic.negotiation.pending import Pending
 from elastic.negotiation.response_cache import ResponseCache
 from elastic.negotiation.transport import ControllerClient, encode_rules, fetch_rules, rules_of
 from elastic.protocol.messages import Place
-from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, listen
+from elastic.rendezvous.worker_settings import Environment
 
 # After this many seconds without a decision, a thread reports which collective it waits for: other ranks may be blocked
 # in another one.

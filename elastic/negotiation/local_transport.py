@@ -22,8 +22,8 @@ from elastic.negotiation.pending import row
 from elastic.negotiation.transport import FRAME_LIMIT, KEY, ControllerSettings, RankHello
 from elastic.protocol.framing import derived
 from elastic.protocol.messages import ProtocolError
-from elastic.rendezvous.environment import COLLECTIVE_TIMEOUT_S, Environment
 from elastic.rendezvous.store import StoreListener
+from elastic.rendezvous.worker_settings import COLLECTIVE_TIMEOUT_S, Environment
 from elastic.rpc.server import SealedCaller, SealedServer
 
 LOOK_S = 1.0  # interval in seconds between checks for stalled collectives

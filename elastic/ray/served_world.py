@@ -16,10 +16,10 @@ from elastic.collectives.interface import Op
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.protocol.calls import Called
 from elastic.ray.regroupings import Regroupings
-from elastic.rendezvous import environment
-from elastic.rendezvous.environment import Environment
+from elastic.rendezvous import worker_settings
+from elastic.rendezvous.worker_settings import Environment
 from elastic.runtime import lifecycle
-from elastic.runtime.link import Link
+from elastic.runtime.driver_connection import Link
 from elastic.runtime.recovery import AbortGroups, Action, Phase, Recovery
 from elastic.runtime.session import Session
 from elastic.runtime.worker_runtime import WorkerRuntime
@@ -151,7 +151,7 @@ class ServedRuntime(WorkerRuntime):
 
 def join() -> ServedRuntime:
     """Join this process's job and enter its first world. Raises the same exceptions as ``init()``."""
-    env = environment.read()
+    env = worker_settings.read()
     if env.driver is None:
         raise Invalid(
             "this process was not started by a driver: start workers through elastic.ray.Executor"

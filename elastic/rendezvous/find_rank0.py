@@ -1,7 +1,7 @@
 """Rendezvous of a world without a driver: rank 0 serves a store and publishes its address.
 
-The launcher determines how the address is published: see `launcher_env`. All ranks exchange their hosts and local ranks
-through this store. From these they compute their places, and the address of the first world's own store.
+The launcher determines how the address is published: see `launcher_detection`. All ranks exchange their hosts and local
+ranks through this store. From these they compute their places, and the address of the first world's own store.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import msgspec
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Place
-from elastic.rendezvous import launcher_env
-from elastic.rendezvous.environment import Environment
-from elastic.rendezvous.launcher_env import (
+from elastic.rendezvous import launcher_detection
+from elastic.rendezvous.launcher_detection import (
     ByAddress,
     ByFile,
     ByStore,
@@ -34,6 +33,7 @@ from elastic.rendezvous.launcher_env import (
     LauncherEnv,
 )
 from elastic.rendezvous.store import Store, listen
+from elastic.rendezvous.worker_settings import Environment
 
 REACH_S = 0.5  # timeout in seconds for connecting to rank 0 at an address that may be out of date
 LOOK_S = 0.02  # seconds between attempts to read rank 0's address
@@ -156,7 +156,7 @@ def arrive(
     address = arrivals[0].store
     assert address is not None, "rank 0 sends the address of its store"
     hosts = [each.host for each in arrivals]
-    return launcher_env.place(rank, hosts, [each.local_rank for each in arrivals]), address
+    return launcher_detection.place(rank, hosts, [each.local_rank for each in arrivals]), address
 
 
 def _greet(store: Store, started: LauncherEnv, env: Environment, deadline: float) -> None:
@@ -189,7 +189,7 @@ def _serve(address: Address, secret: bytes, way: object) -> Store:
     except OSError as error:
         raise Invalid(
             f"rank 0 can't listen on {address.host} port {address.port}: {error.strerror}. Set"
-            f" {launcher_env.ASKS_FOR_PORT} to another port on all ranks, or set ELASTIC_BIND to another address"
+            f" {launcher_detection.ASKS_FOR_PORT} to another port on all ranks, or set ELASTIC_BIND to another address"
             " of this host"
         ) from None
     store = Store(listener.address, listener, REACH_S, secret=secret)

@@ -15,7 +15,7 @@ from elastic.errors import PeerLost, WorldChanging
 from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
 from elastic.protocol import messages
-from elastic.runtime.progress import ProgressCounter
+from elastic.runtime.collective_progress import ProgressCounter
 from elastic.runtime.recovery import Verdict
 from elastic.runtime.session import Session
 

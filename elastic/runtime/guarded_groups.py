@@ -30,8 +30,8 @@ from elastic.protocol import calls
 from elastic.protocol.calls import Called
 from elastic.protocol.messages import STATE
 from elastic.rendezvous.store import Store
+from elastic.runtime.collective_progress import ProgressCounter
 from elastic.runtime.failures import differing_calls
-from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.session import Session
 
 if TYPE_CHECKING:

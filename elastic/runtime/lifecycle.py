@@ -15,10 +15,10 @@ from elastic.failpoints import failpoint
 from elastic.monitoring import timeline
 from elastic.protocol import life_lock, messages
 from elastic.protocol.messages import Address, Part, Place
-from elastic.rendezvous import environment, find_rank0, following_samplers
-from elastic.rendezvous.environment import Environment
-from elastic.rendezvous.launcher_env import LauncherEnv
-from elastic.runtime.link import Link
+from elastic.rendezvous import distributed_samplers, find_rank0, worker_settings
+from elastic.rendezvous.launcher_detection import LauncherEnv
+from elastic.rendezvous.worker_settings import Environment
+from elastic.runtime.driver_connection import Link
 from elastic.runtime.worker_runtime import WorkerRuntime
 
 # created by the first init() and kept until the process exits
@@ -36,7 +36,7 @@ def active() -> WorkerRuntime | None:
 
 def torchs_own() -> bool:
     """Return whether the script has created its own torch process group, without this package."""
-    return _has_group() and active() is None and environment.read().driver is not None
+    return _has_group() and active() is None and worker_settings.read().driver is not None
 
 
 def _has_group() -> bool:
@@ -45,7 +45,7 @@ def _has_group() -> bool:
 
 
 def _why_not_initialized(*, trains: bool) -> str:
-    if environment.read().driver is not None:
+    if worker_settings.read().driver is not None:
         return context.NOT_LOADED if torchs_own() else context.NOT_INITIALIZED
     # Scripts that use torch.distributed need not call init() under elasticrun. This one was started without it, so the
     # error recommends elasticrun.
@@ -120,8 +120,8 @@ def init() -> None:
         return
     failpoints.check()
     if _runtime is None:
-        env = environment.read()
-        environment.prepare(env)
+        env = worker_settings.read()
+        worker_settings.prepare(env)
         if env.started is not None and env.started.way is not None:
             runtime = _met(env, env.started)
         else:
@@ -138,7 +138,7 @@ def init() -> None:
         _runtime.first_world()
     # If this worker cannot enter another world, all further time counts as training.
     if _runtime.elastic:
-        following_samplers.install(_present_place)
+        distributed_samplers.install(_present_place)
     part: Part = "joining" if _runtime.elastic else "training"
     _runtime.account.begin(part, time.monotonic())
     _initialized = True
@@ -171,8 +171,8 @@ def init_static(
         environ: environment variables to use (default: none).
     """
     global _initialized
-    env = environment.read(environ or {})
-    environment.prepare(env)
+    env = worker_settings.read(environ or {})
+    worker_settings.prepare(env)
     runtime = WorkerRuntime(env, None)
     place = Place(rank, size, rank, size, 0, 1)
     runtime.fixed_worlds.begin(messages.World(1, place, store, 0, None, "static"))
@@ -186,9 +186,9 @@ def init_through(started: LauncherEnv) -> None:
     Under elasticrun, the driver's settings take precedence over ``started``.
     """
     if _runtime is None and not in_forked_child():
-        env = environment.read(launched=started)
+        env = worker_settings.read(launched=started)
         if env.driver is None:
-            environment.prepare(env)
+            worker_settings.prepare(env)
             adopt(_met(env, started) if started.way is not None else WorkerRuntime(env, None))
     init()
 
@@ -201,7 +201,7 @@ def send_result(blob: bytes) -> None:
     """
     runtime = _runtime
     if runtime is None:  # The function has not called init().
-        env = environment.read()
+        env = worker_settings.read()
         if env.driver is None:
             return
         runtime = WorkerRuntime(env, _link(env, env.driver))

@@ -20,12 +20,12 @@ from elastic.monitoring.tracing import TraceSession
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Place
 from elastic.runtime import host_updates
+from elastic.runtime.collective_progress import ProgressCounter
+from elastic.runtime.driver_connection import CONNECT_S, Link
 from elastic.runtime.failures import excepthook, stack_dump
-from elastic.runtime.link import CONNECT_S, Link
-from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase
 from elastic.runtime.session import Session
-from elastic.runtime.worlds import DriverWorlds
+from elastic.runtime.world_entry import DriverWorlds
 
 # interval in seconds between reports of this worker's time account, while it trains without a change
 SPENT_S = 30.0

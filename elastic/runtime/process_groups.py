@@ -29,8 +29,8 @@ from elastic.negotiation.messages import Members
 from elastic.negotiation.transport import KEY
 from elastic.protocol import messages
 from elastic.protocol.messages import GRADIENTS, STATE, Address, Place
-from elastic.rendezvous.environment import Environment
 from elastic.rendezvous.store import Store, StoreListener, connect_ahead, listen
+from elastic.rendezvous.worker_settings import Environment
 
 # timeout in seconds for a GPU to end aborted work, which usually takes milliseconds
 DEVICE_S = 10.0

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from elastic.protocol import messages
 from elastic.protocol.calls import Called
 from elastic.protocol.messages import Address, Commit, Message, Place
-from elastic.runtime.failures.error_excuse import ErrorExcuse
+from elastic.runtime.failures.excused_error import ErrorExcuse
 
 # base of the numbers of commits that only one worker holds (its rank is subtracted); larger than any safepoint's number
 ALONE = 10**9

@@ -26,8 +26,8 @@ from elastic.monitoring.time_account import TimeAccount
 from elastic.protocol import messages
 from elastic.protocol.calls import Called
 from elastic.protocol.messages import Message
-from elastic.rendezvous.environment import Environment
-from elastic.runtime.link import Link
+from elastic.rendezvous.worker_settings import Environment
+from elastic.runtime.driver_connection import Link
 from elastic.runtime.process_groups import Groups
 from elastic.runtime.recovery import AbortGroups, Action, Phase, Recovery, Send
 from elastic.runtime.recovery_phases import Phases

@@ -28,16 +28,16 @@ from elastic.protocol.messages import (
     MistakeFound,
     Place,
 )
-from elastic.rendezvous.environment import Environment
-from elastic.rendezvous.kept_variables import KeptVariables
+from elastic.rendezvous.stale_variables import KeptVariables
+from elastic.rendezvous.worker_settings import Environment
+from elastic.runtime.collective_progress import ProgressCounter
 from elastic.runtime.commit_log import CommitLog
+from elastic.runtime.driver_connection import Link
 from elastic.runtime.guarded_groups import Guard, GuardedGroups, StoreExchange
-from elastic.runtime.link import Link
 from elastic.runtime.link_thread import LinkThread
-from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.session import Session
-from elastic.runtime.training import Training
-from elastic.runtime.worlds import DriverWorlds, FixedWorlds
+from elastic.runtime.training_reports import Training
+from elastic.runtime.world_entry import DriverWorlds, FixedWorlds
 
 if TYPE_CHECKING:
     from elastic.collectives.interface import Messenger

@@ -27,7 +27,7 @@ from elastic.data.sampler import ElasticSampler
 from elastic.errors import ScriptMistakes
 from elastic.monitoring import data_waits, moved_tensors
 from elastic.optimizer.divided_optimizer import whole_parameters
-from elastic.rendezvous import following_samplers
+from elastic.rendezvous import distributed_samplers
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.script_checks import mistakes, script_source, step_sources
 from elastic.script_checks.mistakes import (
@@ -411,7 +411,7 @@ def _follows(sampler: object) -> bool:
     All samplers of torch are updated. Other samplers are updated if they behave like torch's DistributedSampler.
     """
     own = type(sampler).__module__.startswith("torch.utils.data")
-    return own or following_samplers.follows(sampler)
+    return own or distributed_samplers.follows(sampler)
 
 
 __all__ = ["Mistake", "ScriptObserver", "observing"]

@@ -24,7 +24,7 @@ import torch.utils.dlpack
 from elastic.api.arrays import to_numpy, to_torch, value_of
 from elastic.negotiation import submission
 from elastic.negotiation.completions import Completions
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.tensorflow.graphs import async_op, error_classes
 
 Compute = Callable[[list[torch.Tensor]], "Sequence[torch.Tensor] | InFlight"]
@@ -40,7 +40,7 @@ _raised: OrderedDict[int, BaseException] = OrderedDict()
 _numbers = itertools.count(1)
 _completions = Completions()
 
-environment.keep_tensors()
+worker_settings.keep_tensors()
 async_op.available()  # registers the operation, so that saved graphs that contain it can be loaded
 
 

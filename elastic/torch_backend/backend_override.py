@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world as torchs_groups
 
 from elastic.errors import Invalid
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 from elastic.torch_backend.following_group import NAME, FollowingGroup
 from elastic.torch_backend.world_store import WorldStore
@@ -48,7 +48,7 @@ def rendezvous(
 
     Under elasticrun, rank and size are known and need not be passed by the script.
     """
-    known = environment.read()
+    known = worker_settings.read()
     if known.driver is None or not (known.elastic or url.startswith("env:")):
         yield from _theirs["rendezvous"](url, rank, world_size, **options)
         return
@@ -81,7 +81,7 @@ def new_group(
     asked, theirs = str(backend), _theirs["_new_process_group_helper"]
     of_this_world = _of_this_world(size, rank, ranks, store)
     if not _kinds(asked) <= _BACKENDS or not of_this_world:
-        if of_this_world and environment.read().elastic:
+        if of_this_world and worker_settings.read().elastic:
             raise Invalid(
                 f"a process group of backend {asked!r} can't follow an elastic job's world when workers are lost or"
                 " join: omit the backend, or run a job of a fixed size, without --min-np"

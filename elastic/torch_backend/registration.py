@@ -7,7 +7,7 @@ from typing import Any
 from torch import distributed
 
 from elastic.errors import Invalid
-from elastic.rendezvous.launcher_env import ByStore, LauncherEnv
+from elastic.rendezvous.launcher_detection import ByStore, LauncherEnv
 from elastic.runtime import lifecycle
 from elastic.torch_backend import comm_hooks, data_parallel_models, group_names, shared_buckets
 from elastic.torch_backend.following_group import NAME

@@ -275,10 +275,10 @@ def python(words: list[str]) -> None:
     sitecustomize.arrange()
     take_path()
     from elastic import failpoints
-    from elastic.rendezvous import environment
+    from elastic.rendezvous import worker_settings
     from elastic.torch_autoload import autoload
 
-    failpoints.use(environment.failpoints())
+    failpoints.use(worker_settings.failpoints())
     autoload()  # as the import of torch would have called it, with this environment
     sys.modules["numpy"].random.seed()  # Python reseeds after a fork, NumPy does not
     if words[1] == "-m":

@@ -15,7 +15,7 @@ from elastic.errors import CollectiveFailed, PeerLost
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.protocol import messages
 from elastic.protocol.messages import Place
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 from harness.fakes import collectives as fake
 from harness.groups import at_once
@@ -83,7 +83,7 @@ class World:
 
     def __init__(self, size: int, rank: int = 0, group=None) -> None:
         self.elastic = True
-        self.env = environment.read({})
+        self.env = worker_settings.read({})
         self.provisional = False
         self.activity = 0
         self.first_not_finite = None

@@ -43,7 +43,7 @@ from elastic.collectives.gloo.sockets import Endpoint
 from elastic.collectives.interface import Op, Work
 from elastic.collectives.torch_group import REDUCE, as_bytes
 from elastic.errors import CollectiveFailed, Differing, TensorMismatch
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.rendezvous.store import Call, Store
 
 _THREADS = 2  # number of collectives of one group that can progress at the same time
@@ -63,7 +63,7 @@ _decoder: msgspec.msgpack.Decoder[tuple[Endpoint, str, bytes, bytes]] = msgspec.
 )
 
 
-environment.record_nothing()
+worker_settings.record_nothing()
 
 
 class GlooCollectives:

@@ -20,7 +20,7 @@ import torch
 
 from elastic.collectives.shared_memory import memfd
 from elastic.collectives.shared_memory.allocator import Allocator
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 
 # Maximum size of an arena, so that the arenas of 64 ranks fit into the address space of one process.
 _MOST_BYTES = 1 << 40
@@ -182,7 +182,7 @@ def _make() -> None:
     global _mine, _why_not, _watching_forks
     if _mine is not None or _why_not:  # Another thread has already created the arena.
         return
-    if not environment.native():
+    if not worker_settings.native():
         _why_not = OFF
         return
     size = min(os.sysconf("SC_PHYS_PAGES") * memfd.PAGE, _MOST_BYTES)

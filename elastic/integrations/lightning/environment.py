@@ -8,7 +8,7 @@ from __future__ import annotations
 from lightning.fabric.plugins import ClusterEnvironment
 
 from elastic.errors import Invalid
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 
 
@@ -21,7 +21,7 @@ class ElasticEnvironment(ClusterEnvironment):
 
     def __init__(self) -> None:
         lifecycle.init()
-        env = environment.read()
+        env = worker_settings.read()
         if env.driver is None and env.started is None:
             raise Invalid(
                 'strategy="elastic" requires a worker that elasticrun started: run `elasticrun -np 2 python'
@@ -43,7 +43,7 @@ class ElasticEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        return environment.read().driver is not None
+        return worker_settings.read().driver is not None
 
     def world_size(self) -> int:
         return max(lifecycle.place().size, 1)

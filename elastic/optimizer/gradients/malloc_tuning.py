@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 
 # minimum total size of the gradients in bytes; malloc is not tuned for smaller ones
 LARGE_BYTES = 1 << 20
@@ -89,5 +89,5 @@ def of_process() -> MallocTuning:
     """Return the malloc settings of this process."""
     global _of_process
     if _of_process is None:
-        _of_process = MallocTuning(ctypes.CDLL(None), may=not environment.allocator_chosen())
+        _of_process = MallocTuning(ctypes.CDLL(None), may=not worker_settings.allocator_chosen())
     return _of_process

@@ -7,10 +7,10 @@ import os
 import threading
 import time
 
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from gpu.workers.notes import note
 
-environment.prepare(environment.read())  # as init() does, before torch reads any of it
+worker_settings.prepare(worker_settings.read())  # as init() does, before torch reads any of it
 
 import torch  # noqa: E402
 

@@ -15,7 +15,7 @@ from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import native_library
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Place
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.rendezvous.store import Store
 from elastic.runtime.process_groups import Groups
 from harness import ranks
@@ -46,7 +46,7 @@ class Counted:
 
 def address(rank: int, size: int) -> Address:
     if "groups" not in ranks.kept:
-        ranks.kept["groups"] = Groups(environment.read({"ELASTIC_NATIVE": "0"}), lambda: False)
+        ranks.kept["groups"] = Groups(worker_settings.read({"ELASTIC_NATIVE": "0"}), lambda: False)
     groups: Groups = ranks.kept["groups"]
     return groups.listen()
 
@@ -140,7 +140,7 @@ def test_groups_on_one_host_are_created_at_first_use(three):
 
 
 def share(rank: int, size: int, store: Address, apart: bool) -> tuple[str, float]:
-    env = environment.read({})
+    env = worker_settings.read({})
     listener = ranks.kept.pop("listener", None)
     held = Store(store, listener, WAIT_S, secret=env.secret)
     held.open()

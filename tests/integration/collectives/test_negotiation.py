@@ -37,7 +37,7 @@ from elastic.negotiation.local_transport import LocalController
 from elastic.negotiation.messages import ALL, Request, RequestList, ResponseList
 from elastic.negotiation.transport import ControllerClient, rules_of
 from elastic.protocol.calls import Called
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.rendezvous.store import listen
 from elastic.rpc import server as rpc_server
 from elastic.runtime import lifecycle
@@ -189,7 +189,7 @@ class Recorder(LocalController):
     def __init__(self, size: int) -> None:
         self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
         listener = listen("127.0.0.1")
-        env = dataclasses.replace(environment.read({}), secret=b"secret")
+        env = dataclasses.replace(worker_settings.read({}), secret=b"secret")
         super().__init__(
             rules_of(listener, FusionLimits()),
             listener,
@@ -320,7 +320,7 @@ def test_silent_connection_is_abandoned():
 def alone() -> LocalController:
     """Rank 0's line to itself, in a world of one."""
     listener = listen("127.0.0.1")
-    env = environment.read({"HOROVOD_STALL_CHECK_DISABLE": "1"})
+    env = worker_settings.read({"HOROVOD_STALL_CHECK_DISABLE": "1"})
     return LocalController(
         rules_of(listener, FusionLimits()), listener, 1, 7, env, died=pytest.fail
     )

@@ -27,9 +27,9 @@ from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.network.interface_selection import choose_bind
 from elastic.driver.network.local_interfaces import listen_address, own_addresses, worker_network
 from elastic.errors import Invalid
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.rendezvous.find_rank0 import meet
-from elastic.rendezvous.launcher_env import ByAddress, LauncherEnv
+from elastic.rendezvous.launcher_detection import ByAddress, LauncherEnv
 from elastic.rendezvous.store import listen
 from harness import wording
 from harness.etcd import START_S, Member
@@ -78,7 +78,7 @@ def test_a_job_over_loopback_survives_a_death(job: Callable[..., Job]):
 
 def test_ranks_of_a_launcher_rendezvous_over_ipv6():
     way = ByAddress("::1", free_port(), b"secret")
-    env = dataclasses.replace(environment.read({"HOROVOD_START_TIMEOUT": "20"}), bind_host="")
+    env = dataclasses.replace(worker_settings.read({"HOROVOD_START_TIMEOUT": "20"}), bind_host="")
     with ThreadPoolExecutor(2) as pool:
         ranks = [LauncherEnv("srun", rank, 2, None, way) for rank in range(2)]
         met = [*pool.map(lambda rank: meet(rank, env), ranks)]

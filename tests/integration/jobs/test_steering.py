@@ -109,8 +109,11 @@ def test_job_on_one_machine_is_scaled_and_workers_are_removed_on_request(job, ru
     first, script, *_ = command("stacks", "bert", "0").splitlines()
     assert first == "---- localhost:0#1" and "training.py" in script, "the script's frames first"
     whole = command("stacks", "bert", "0", "--all-threads")
-    assert "link.py" in whole and whole.count(wording.TRAINING_THREAD) == 1
-    assert "link.py" not in training.output and wording.TRAINING_THREAD not in training.output
+    assert "driver_connection.py" in whole and whole.count(wording.TRAINING_THREAD) == 1
+    assert (
+        "driver_connection.py" not in training.output
+        and wording.TRAINING_THREAD not in training.output
+    )
     state = json.loads(command("status", "bert", "--json"))
     assert state["set"]["job"]["size"] == 1 and state["set"]["job"]["most"] == 1
     assert "bert" in command("jobs") and "localhost:0#1" in command("status")

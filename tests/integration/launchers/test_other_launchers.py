@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from elastic.errors import CollectiveFailed, Invalid
-from elastic.rendezvous import environment, find_rank0
+from elastic.rendezvous import find_rank0, worker_settings
 from elastic.rendezvous.find_rank0 import Rank0Endpoint, meet
-from elastic.rendezvous.launcher_env import ByAddress, ByFile, LauncherEnv
+from elastic.rendezvous.launcher_detection import ByAddress, ByFile, LauncherEnv
 from harness.forked import MARK, Forked
 from harness.golden import raises, recorded
 from harness.history import SCRIPTS
@@ -141,8 +141,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / f"hvd-elastic-{os.getuid()}"
 
 
-def env(seconds: float = 20.0) -> environment.Environment:
-    return environment.read({"HOROVOD_START_TIMEOUT": str(seconds), "ELASTIC_BIND": "127.0.0.1"})
+def env(seconds: float = 20.0) -> worker_settings.Environment:
+    return worker_settings.read(
+        {"HOROVOD_START_TIMEOUT": str(seconds), "ELASTIC_BIND": "127.0.0.1"}
+    )
 
 
 def rank(number: int, size: int = 2, name: str = "job") -> LauncherEnv:

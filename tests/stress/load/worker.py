@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Message, Worker
-from elastic.runtime.progress import ProgressCounter
+from elastic.runtime.collective_progress import ProgressCounter
 from elastic.runtime.recovery import Action, Phase, Recovery, Send, Verdict
 
 LAYOUT = messages.Layout(

@@ -11,7 +11,7 @@ from elastic import failpoints
 from elastic.errors import Invalid
 from elastic.failpoints import actions, failpoint
 from elastic.failpoints.rules import ACTIONS, Rule, parse
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from harness.golden import raises, recorded
 
 
@@ -138,9 +138,9 @@ def test_init_refuses_invalid_rules(rules):
 
 
 def test_failpoint_environment_variables_are_read():
-    recorded("messages", environment.failpoints({"ELASTIC_FAILPOINTS": " bucket kill\n"}))
-    assert environment.failpoints({}) == ""
-    assert str(environment.worker({"ELASTIC_WORKER": "h:3#2"})) == "h:3#2"
+    recorded("messages", worker_settings.failpoints({"ELASTIC_FAILPOINTS": " bucket kill\n"}))
+    assert worker_settings.failpoints({}) == ""
+    assert str(worker_settings.worker({"ELASTIC_WORKER": "h:3#2"})) == "h:3#2"
 
 
 # ---- rules in a file -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from elastic.errors import PeerLost, StateMismatch, WorldChanging
 from elastic.negotiation import process_sets
 from elastic.protocol.messages import Address, Commit, Place, World
 from elastic.run_loop import unwrapped
-from elastic.runtime.departure import Departure
+from elastic.runtime.errors_while_leaving import Departure
 from elastic.runtime.session import Session
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state.state import State

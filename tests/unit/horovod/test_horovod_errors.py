@@ -25,7 +25,7 @@ from elastic.horovod_errors import (
     raise_as_horovod,
 )
 from elastic.protocol.messages import Commit, Place
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.run_loop import run
 from elastic.runtime import host_updates, lifecycle
 from elastic.runtime.recovery import Phase, Recovery
@@ -44,7 +44,7 @@ def only_elastic(monkeypatch):
 @pytest.fixture
 def world_of_one(monkeypatch):
     """Initialized without elasticrun."""
-    rt = WorkerRuntime(environment.read({}), None)
+    rt = WorkerRuntime(worker_settings.read({}), None)
     monkeypatch.setattr(lifecycle, "_runtime", rt)
     monkeypatch.setattr(lifecycle, "_initialized", True)
     return rt

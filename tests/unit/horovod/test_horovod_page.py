@@ -73,8 +73,8 @@ VARIABLES = """
     GLOO_IFACE ELASTIC ELASTIC_TIMEOUT START_TIMEOUT
 """
 READERS = [
-    "elastic/rendezvous/environment.py",
-    "elastic/rendezvous/launcher_env.py",
+    "elastic/rendezvous/worker_settings.py",
+    "elastic/rendezvous/launcher_detection.py",
     "driver/commandline/cli.py",
     "driver/network/interface_selection.py",
 ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import horovod.torch as hvd
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state.state import has_custom_sync
@@ -26,7 +26,7 @@ from horovod.torch.elastic.state import (
 @pytest.fixture(autouse=True)
 def world_of_one(monkeypatch):
     """Initialized without elasticrun."""
-    monkeypatch.setattr(lifecycle, "_runtime", WorkerRuntime(environment.read({}), None))
+    monkeypatch.setattr(lifecycle, "_runtime", WorkerRuntime(worker_settings.read({}), None))
     monkeypatch.setattr(lifecycle, "_initialized", True)
 
 

@@ -9,7 +9,7 @@ import elastic
 from elastic.driver.monitoring.stack_excerpts import INNERMOST, TRAINING, training_stack
 from harness.golden import recorded
 
-LINK = 'Thread 0x0000000000000001 (most recent call first):\n  File "link.py", line 1 in read\n\n'
+LINK = 'Thread 0x0000000000000001 (most recent call first):\n  File "driver_connection.py", line 1 in read\n\n'
 OURS = f'  File "{elastic.__file__}", line 7 in wait\n'
 TORCH = '  File "/x/site-packages/torch/graph.py", line 9 in backward\n'
 SCRIPT = '  File "/home/me/train.py", line 15 in train\n', '  File "train.py", line 3 in <module>\n'

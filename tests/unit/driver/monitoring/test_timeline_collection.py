@@ -16,7 +16,7 @@ from elastic.monitoring.tracing import TracingThroughDriver, TracingToFile
 from elastic.protocol import messages
 from elastic.protocol.messages import Place, Worker
 from elastic.protocol.trace_file import TraceFile
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from harness.golden import raises, recorded
 
 A, B = Worker("h", 0), Worker("h", 1)
@@ -220,7 +220,7 @@ async def test_overloaded_driver_drops_records_and_reports_their_number(tmp_path
 
 
 def own(rank, **variables):
-    tracing = TracingToFile(environment.read(variables))
+    tracing = TracingToFile(worker_settings.read(variables))
     tracing.begin(Place(rank, 2, rank, 2, 0, 1))
     return tracing
 
@@ -278,7 +278,7 @@ def asking(monkeypatch):
             return
         made.receive(messages.TimelineAnswer(message.request, 1, message.path, errors[0]))
 
-    env = environment.read({"HOROVOD_TIMELINE": "/t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
+    env = worker_settings.read({"HOROVOD_TIMELINE": "/t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"})
     made = TracingThroughDriver(env, answer, lambda: None)
     yield made, sent, errors
     timeline.stop()

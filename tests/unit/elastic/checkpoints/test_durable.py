@@ -18,11 +18,11 @@ from elastic.checkpoints.writer import CheckpointWriter
 from elastic.monitoring.time_account import TimeAccount
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.protocol.messages import Address, CheckpointWritten, Commit, Place, World
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
+from elastic.runtime.collective_progress import ProgressCounter
 from elastic.runtime.commit_log import CommitLog
-from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.session import Session
-from elastic.runtime.training import Training
+from elastic.runtime.training_reports import Training
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.sharding.shard_inventory import CommitId, HeldShard
 from elastic.state.fully_sharded.sharded_commits import ShardedCommits, WorldInventory
@@ -79,7 +79,7 @@ def test_waiting_for_the_last_checkpoint_is_booked_as_storage(rt):
 
 
 def test_commit_and_step_back_are_forwarded_to_the_checkpoint_writer():
-    session = Session(environment.read({}), None)
+    session = Session(worker_settings.read({}), None)
     log = CommitLog(session, create_autospec(ProgressCounter, instance=True))
     writer = log.durable = create_autospec(CheckpointWriter, instance=True)
     log.committed()

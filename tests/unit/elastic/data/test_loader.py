@@ -18,7 +18,7 @@ from elastic.data import DataLoader, ElasticSampler, ShardedFiles, from_torch
 from elastic.data.positions import Position
 from elastic.errors import Invalid, NotInitialized
 from elastic.protocol.messages import Place
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 from elastic.state import TorchState, sampler
 from harness.golden import raises, recorded
@@ -360,10 +360,10 @@ def test_unrequested_shards_are_refused():
 
 
 def test_a_loader_is_made_before_init_and_iterated_after(monkeypatch):
-    env = environment.read(
+    env = worker_settings.read(
         {"ELASTIC_DRIVER": "127.0.0.1:1", "ELASTIC_WORKER": "localhost:0#1", "ELASTIC_SECRET": "00"}
     )
-    monkeypatch.setattr(environment, "read", lambda: env)
+    monkeypatch.setattr(worker_settings, "read", lambda: env)
     loader = DataLoader(range(4))
     with raises(NotInitialized):
         list(loader)

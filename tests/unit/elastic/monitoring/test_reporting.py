@@ -20,7 +20,7 @@ from elastic.monitoring.reporting import Reporting
 from elastic.protocol import messages
 from elastic.protocol.messages import Place, Reported, ReportsTaken, Worker
 from elastic.protocol.report_values import Report, packed, unpacked
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
 from harness.golden import raises, recorded
@@ -53,7 +53,7 @@ class Link:
 
 
 def initialized(monkeypatch, link: Any) -> WorkerRuntime:
-    rt = WorkerRuntime(environment.read({}), link)
+    rt = WorkerRuntime(worker_settings.read({}), link)
     monkeypatch.setattr(lifecycle, "_runtime", rt)
     monkeypatch.setattr(lifecycle, "_initialized", True)
     return rt

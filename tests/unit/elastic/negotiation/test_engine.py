@@ -8,7 +8,7 @@ from elastic.collectives.local import LocalCollectives
 from elastic.negotiation.engine import Engine
 from elastic.negotiation.pending import Pending
 from elastic.protocol.messages import Address, Place
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.rendezvous.store import Store
 
 
@@ -17,7 +17,7 @@ def test_pending_requests_are_released_when_the_engine_closes():
         generation=1,
         place=Place(rank=1, size=2, local_rank=1, local_size=2, cross_rank=0, cross_size=1),
         store=Store(Address("127.0.0.1", 1), None, timeout_s=1.0),
-        env=environment.read({}),
+        env=worker_settings.read({}),
         group_for=lambda purpose, device, members: LocalCollectives(),
         broken=lambda reason: None,
     )

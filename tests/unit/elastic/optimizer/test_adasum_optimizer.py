@@ -22,7 +22,7 @@ from elastic.optimizer.adasum_optimizer import AdasumDistributed
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.wrapped_optimizer import WrappedOptimizer
 from elastic.protocol.messages import Place
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 from harness.adasum import adasum_of
 from harness.fakes import collectives as fake
@@ -35,7 +35,7 @@ class World:
     """What an optimizer sees of the runtime, and the group that its deltas travel on."""
 
     def __init__(self, rank: int, size: int, group: Any = None, elastic: bool = False) -> None:
-        self.env = environment.read({})
+        self.env = worker_settings.read({})
         self.elastic, self.provisional = elastic, False
         self.activity = 0
         self.generation = 1

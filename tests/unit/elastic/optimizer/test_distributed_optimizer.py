@@ -19,7 +19,7 @@ from elastic.negotiation.process_sets import ProcessSet
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients import gradient_reducer
 from elastic.protocol import messages
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 from harness.golden import raises, recorded, warns
 from harness.small_worlds import (
@@ -801,7 +801,7 @@ def test_distributed_optimizer_before_init_raises_not_initialized(monkeypatch):
 def test_the_threshold_of_fusion_sets_the_size_of_buckets(world):
     sent = {}
     for threshold in (None, 0, 100):
-        world.env = environment.read(
+        world.env = worker_settings.read(
             {} if threshold is None else {"HOROVOD_FUSION_THRESHOLD": str(threshold)}
         )
         world.become(2)
@@ -814,7 +814,7 @@ def test_the_threshold_of_fusion_sets_the_size_of_buckets(world):
 def test_thresholds_that_differ_are_refused(threads):
     def train(rank):
         world = lifecycle.current()
-        world.env = environment.read({"HOROVOD_FUSION_THRESHOLD": str(100 * rank)})
+        world.env = worker_settings.read({"HOROVOD_FUSION_THRESHOLD": str(100 * rank)})
         model, optimizer = small(3, 2)
         backward(model)
         with pytest.raises(StateMismatch):

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 from elastic.protocol.messages import Address, Place, World
 from elastic.protocol.pending_handshakes import count_limit
-from elastic.rendezvous import environment, store
+from elastic.rendezvous import store, worker_settings
 from elastic.rendezvous.store import Call
 from elastic.runtime import process_groups
 from elastic.runtime.process_groups import Groups
@@ -39,7 +39,7 @@ def test_requests_to_the_next_world_connect_only_when_rank_0_has_changed(stays, 
     # Closing waits for the threads of all Groups of a process, of which a worker has one.
     monkeypatch.setattr(process_groups, "CLOSE_S", 0.0)
     monkeypatch.setattr(process_groups, "_FORM_S", 0.0)
-    env = dataclasses.replace(environment.read({}), driver=Address("127.0.0.1", 1))
+    env = dataclasses.replace(worker_settings.read({}), driver=Address("127.0.0.1", 1))
     first, second, third = (Groups(env, lambda: False) for _ in range(3))
     connects: list[bool] = []
     connect = Call.connect

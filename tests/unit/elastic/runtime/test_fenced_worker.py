@@ -12,7 +12,7 @@ import pytest
 import elastic
 from elastic.errors import JobFailed, JobOver, LeaveRequested
 from elastic.protocol import messages
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle, link_thread, session
 from elastic.runtime.failures import excepthook
 from elastic.runtime.worker_runtime import WorkerRuntime
@@ -41,7 +41,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def worker(threads_of_its_own: None) -> Iterator[WorkerRuntime]:
     silent: Any = Silent()
-    worker = WorkerRuntime(environment.read({"HOROVOD_ELASTIC": "1"}), silent)
+    worker = WorkerRuntime(worker_settings.read({"HOROVOD_ELASTIC": "1"}), silent)
     yield worker
     worker.close()
 

@@ -13,12 +13,12 @@ from elastic.collectives import threads
 from elastic.collectives.distant_group import DistantGroup
 from elastic.collectives.groups import group_factory
 from elastic.protocol.messages import STATE, Place
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.rendezvous.store import Store
+from elastic.runtime.collective_progress import ProgressCounter
+from elastic.runtime.driver_connection import Link
 from elastic.runtime.guarded_groups import GuardedGroups, StoreExchange
-from elastic.runtime.link import Link
 from elastic.runtime.process_groups import Groups
-from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase
 from elastic.runtime.session import Session
 
@@ -26,7 +26,7 @@ from elastic.runtime.session import Session
 @pytest.mark.parametrize("ranks", [(0, 3), (0, 2, 3), (0, 1, 2, 3)])
 def test_values_of_a_copy_have_other_keys_than_the_group_that_connects(ranks):
     session = Session(
-        dataclasses.replace(environment.read({}), elastic=True),
+        dataclasses.replace(worker_settings.read({}), elastic=True),
         create_autospec(Link, instance=True),
     )
     session.recovery.place = Place(0, 4, 0, 2, 0, 2)
@@ -57,7 +57,7 @@ def test_exchange_in_the_background_does_not_delay_the_exit(monkeypatch):
 
 def test_values_of_a_state_copy_on_one_host_need_no_store():
     session = Session(
-        dataclasses.replace(environment.read({}), elastic=True),
+        dataclasses.replace(worker_settings.read({}), elastic=True),
         create_autospec(Link, instance=True),
     )
     session.recovery.phase = Phase.TRAINING

@@ -6,7 +6,7 @@ import pytest
 
 from elastic.errors import Invalid
 from elastic.protocol import messages
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import host_updates
 from elastic.runtime.recovery import Phase, Recovery
 from elastic.runtime.worker_runtime import WorkerRuntime
@@ -75,7 +75,7 @@ def test_a_registered_listener_stays_registered_in_the_next_world(listener):
 
 def test_repeated_notification_of_a_planned_change_is_reported_once(listener):
     sent: list[messages.Message] = []
-    rt = WorkerRuntime(environment.read({}), None)
+    rt = WorkerRuntime(worker_settings.read({}), None)
     rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
     rt.session.send = sent.append  # type: ignore[method-assign, assignment]
     for message in (
@@ -92,7 +92,7 @@ def test_repeated_notification_of_a_planned_change_is_reported_once(listener):
 
 
 def test_another_list_of_hosts_is_reported_immediately_and_does_not_stop_training(listener):
-    rt = WorkerRuntime(environment.read({}), None)
+    rt = WorkerRuntime(worker_settings.read({}), None)
     rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
     rt.link_thread.receive(messages.HostsListed())
     assert [result for _, result in listener.heard] == [HostUpdateResult.mixed]

@@ -8,8 +8,8 @@ import torch.distributed
 import elastic
 from elastic.errors import NotInitialized
 from elastic.protocol.messages import Address
-from elastic.rendezvous import environment
-from elastic.rendezvous.environment import Environment
+from elastic.rendezvous import worker_settings
+from elastic.rendezvous.worker_settings import Environment
 from elastic.runtime import lifecycle
 from harness.golden import raises
 
@@ -22,7 +22,7 @@ def test_torch_without_our_backend_raises_not_initialized(
 ):
     known = create_autospec(Environment, instance=True)
     known.driver = Address("127.0.0.1", 1) if under_elasticrun else None
-    monkeypatch.setattr(environment, "read", lambda: known)
+    monkeypatch.setattr(worker_settings, "read", lambda: known)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: group_made)
     monkeypatch.setattr("sys.argv", ["train.py"])
     with raises(NotInitialized):
@@ -34,7 +34,7 @@ def test_elastic_run_when_elasticrun_did_not_start_the_script_then_the_error_nam
 ):
     known = create_autospec(Environment, instance=True)
     known.driver = None
-    monkeypatch.setattr(environment, "read", lambda: known)
+    monkeypatch.setattr(worker_settings, "read", lambda: known)
     monkeypatch.setattr("sys.argv", ["train.py"])
     train = elastic.run(lambda state: None)
     with raises(NotInitialized, "elasticrun", "train.py"):

@@ -10,14 +10,14 @@ import pytest
 from elastic.monitoring.tracing import TraceSession
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Commit, Place, StandBy, TimeSpent, World
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import link_thread
+from elastic.runtime.collective_progress import ProgressCounter
 from elastic.runtime.link_thread import FIRST_SPENT_S, SPENT_S, LinkThread
-from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase, Recovery
 from elastic.runtime.session import Session
-from elastic.runtime.training import Training
-from elastic.runtime.worlds import DriverWorlds
+from elastic.runtime.training_reports import Training
+from elastic.runtime.world_entry import DriverWorlds
 
 STORE = Address("127.0.0.1", 7000)
 
@@ -57,7 +57,7 @@ class Worker:
     """A worker whose messages to the driver are recorded."""
 
     def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch, elastic: bool = True) -> None:
-        env = dataclasses.replace(environment.read({}), elastic=elastic)
+        env = dataclasses.replace(worker_settings.read({}), elastic=elastic)
         self.clock = clock
         self.session = Session(env, None)
         self.said: list[messages.Message] = []

@@ -17,7 +17,7 @@ from elastic.collectives.gloo.process_group import GlooCollectives
 from elastic.collectives.local import LocalCollectives
 from elastic.collectives.nccl import NcclCollectives, NcclWork
 from elastic.errors import DeviceLost, PeerLost
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 from elastic.runtime.process_groups import Groups
 from elastic.runtime.worker_runtime import WorkerRuntime
@@ -43,7 +43,7 @@ def gpu(monkeypatch, threads_of_its_own):
     group = NcclCollectives(rank=0, size=2, timeout_s=10.0)
     group._under_way.append(NcclWork(group, kernel, None))
     group.abort()
-    made = Groups(environment.read({}), over=lambda: True)
+    made = Groups(worker_settings.read({}), over=lambda: True)
     made._made["named", "cuda", (0, 1)] = group
     yield SimpleNamespace(groups=made, group=group, kernel=kernel, clock=clock)
     made._closer.finish()  # whatever else of this process closes would wait for its thread
@@ -156,7 +156,7 @@ def test_undrained_cpu_group_does_not_delay_the_drain(gpu):
 
 def test_the_process_ends_immediately_after_reporting_the_reason(monkeypatch, capsys):
     """The interpreter's own end would wait for the GPU."""
-    rt = WorkerRuntime(environment.read({}), None)
+    rt = WorkerRuntime(worker_settings.read({}), None)
     monkeypatch.setattr(lifecycle, "_runtime", rt)
     monkeypatch.setattr(lifecycle, "_initialized", True)
     said: list[tuple[str, bool]] = []

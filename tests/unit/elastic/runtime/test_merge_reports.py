@@ -7,7 +7,7 @@ import time
 import pytest
 
 from elastic.protocol.messages import Merged
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime.recovery import Phase, Recovery
 from elastic.runtime.worker_runtime import MERGE_REPORT_S, WorkerRuntime
 
@@ -16,7 +16,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerRuntime, list[float
     """Return the runtime of a worker in generation 2, its clock, and the reports that it sends."""
     now, sent = [100.0], list[Merged]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    rt = WorkerRuntime(environment.read({}), None)
+    rt = WorkerRuntime(worker_settings.read({}), None)
     rt.session.recovery = Recovery(phase=Phase.TRAINING, generation=2, provisional=False)
     rt.session.send = sent.append  # type: ignore[method-assign, assignment]
     return rt, now, sent

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from elastic.collectives.gloo import sockets, thread_activity
 from elastic.collectives.gloo.process_group import GlooCollectives
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 
 RUNLOOP = b"pt_gloo_runloop"
 PR_SET_NAME = 15
@@ -129,7 +129,7 @@ def test_working_and_sleeping_threads_are_distinguished():
 )
 def test_torch_records_no_collectives_by_default(given, size):
     environ = dict(given)
-    environment.record_nothing(environ)
+    worker_settings.record_nothing(environ)
     assert environ.get("TORCH_FR_BUFFER_SIZE") == size
 
 

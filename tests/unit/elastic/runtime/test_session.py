@@ -8,15 +8,15 @@ from unittest.mock import create_autospec
 import pytest
 
 from elastic.errors import CollectiveFailed, DriverLost, PeerLost
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import session as sessions
+from elastic.runtime.collective_progress import ProgressCounter
 from elastic.runtime.commit_log import CommitLog
+from elastic.runtime.driver_connection import Link
 from elastic.runtime.guarded_groups import Guard, GuardedGroups
-from elastic.runtime.link import Link
-from elastic.runtime.progress import ProgressCounter
 from elastic.runtime.recovery import Phase
 from elastic.runtime.session import Session
-from elastic.runtime.training import Training
+from elastic.runtime.training_reports import Training
 from harness.golden import raises
 
 
@@ -40,7 +40,7 @@ class Hours:
 @pytest.fixture
 def waiting(monkeypatch):
     def made(looks: int) -> Session:
-        env = dataclasses.replace(environment.read({}), wait_timeout_s=7200.0)
+        env = dataclasses.replace(worker_settings.read({}), wait_timeout_s=7200.0)
         session = Session(env, None)
         session.recovery.phase = Phase.WAITING
         hours = Hours(session, looks)
@@ -65,7 +65,7 @@ def test_a_standby_waits_without_limit_and_without_a_log_line(waiting, capfd):
 
 
 def test_a_step_of_a_second_training_that_was_cut_short_is_not_committed():
-    env = dataclasses.replace(environment.read({}), elastic=True)
+    env = dataclasses.replace(worker_settings.read({}), elastic=True)
     session = Session(env, create_autospec(Link, instance=True))
     progress = ProgressCounter()
     groups, commits = GuardedGroups(session, progress), CommitLog(session, progress)

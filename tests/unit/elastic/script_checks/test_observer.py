@@ -18,7 +18,7 @@ from elastic.errors import ScriptMistakes
 from elastic.monitoring import moved_tensors
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.protocol.messages import MistakeFound, Place
-from elastic.rendezvous import following_samplers
+from elastic.rendezvous import distributed_samplers
 from elastic.runtime import lifecycle
 from elastic.script_checks import script_source
 from elastic.script_checks.mistakes import STEPS, Kind
@@ -81,9 +81,9 @@ def job(monkeypatch):
 @pytest.fixture
 def following():
     """Environment of a worker of an elastic job."""
-    following_samplers.install(lambda: lifecycle.current().place)
+    distributed_samplers.install(lambda: lifecycle.current().place)
     yield
-    following_samplers.uninstall()
+    distributed_samplers.uninstall()
 
 
 def reported(observer: ScriptObserver) -> set[Kind]:

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from elastic.errors import Invalid
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.torch_backend import backend_override
 from elastic.torch_backend.world_store import WorldStore
 from harness.golden import raises
@@ -16,8 +16,8 @@ from harness.golden import raises
 
 @pytest.mark.parametrize("elastic", [True, False])
 def test_backend_that_cannot_follow_the_world_is_refused_in_an_elastic_job(monkeypatch, elastic):
-    env = replace(environment.read({}), elastic=elastic)
-    monkeypatch.setattr(environment, "read", lambda: env)
+    env = replace(worker_settings.read({}), elastic=elastic)
+    monkeypatch.setattr(worker_settings, "read", lambda: env)
     theirs = create_autospec(distributed_c10d._new_process_group_helper)
     monkeypatch.setitem(backend_override._theirs, "_new_process_group_helper", theirs)
     asked: Any = (2, 0, [], "mpi", WorldStore(), "second")

@@ -15,7 +15,7 @@ from elastic.optimizer import join
 from elastic.optimizer.gradients import bucket_plan, flat_buckets, gradient_reducer
 from elastic.optimizer.gradients.flat_buckets import FlatBucket, Scales
 from elastic.protocol.messages import Place
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 from harness.fakes import collectives as fake
 from harness.small_worlds import (
@@ -180,7 +180,7 @@ def test_bucket_sizes_of_a_gpu_depend_only_on_the_world_and_the_threshold(world,
         gradient_reducer.FIRST_BYTES,
         gradient_reducer.FULL_BYTES,
     )
-    world.env = environment.read({"HOROVOD_FUSION_THRESHOLD": "100"})
+    world.env = worker_settings.read({"HOROVOD_FUSION_THRESHOLD": "100"})
     assert gradient_reducer.bucket_bytes(world, gpu) == (100, 100)
 
 

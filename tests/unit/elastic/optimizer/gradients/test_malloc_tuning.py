@@ -12,7 +12,7 @@ from elastic.api.compression import Compression
 from elastic.optimizer.gradients import malloc_tuning
 from elastic.optimizer.gradients.malloc_tuning import MallocTuning
 from elastic.optimizer.sharded.plan import ShardPlan
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 from harness.small_worlds import World, net, sgd, train_once
 
@@ -117,7 +117,7 @@ def test_malloc_settings_of_the_user_are_kept():
     ],
 )
 def test_custom_allocator_is_detected_from_environment_variables(environ, chosen):
-    assert environment.allocator_chosen(environ) is chosen
+    assert worker_settings.allocator_chosen(environ) is chosen
 
 
 def test_optimizer_with_large_gradients_tunes_malloc_in_its_first_step(monkeypatch):

@@ -15,7 +15,7 @@ from torch import nn
 import elastic
 from elastic.collectives import own_gpu
 from elastic.errors import Invalid, StateMismatch
-from elastic.rendezvous import environment
+from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state import ElasticSampler, TorchState
@@ -465,7 +465,7 @@ def test_world_of_one_transfers_no_bytes():
 
 
 def test_backward_passes_per_step_is_transferred_with_an_optimizer(monkeypatch):
-    monkeypatch.setattr(lifecycle, "_runtime", WorkerRuntime(environment.read({}), None))
+    monkeypatch.setattr(lifecycle, "_runtime", WorkerRuntime(worker_settings.read({}), None))
     monkeypatch.setattr(lifecycle, "_initialized", True)
 
     def make(rank: int) -> TorchState:

@@ -7,7 +7,7 @@ import pytest
 import elastic
 from elastic.errors import Invalid
 from elastic.protocol import messages as protocol
-from elastic.runtime.progress import LOOK_S, ON_GPU, PACE_S, ProgressCounter
+from elastic.runtime.collective_progress import LOOK_S, ON_GPU, PACE_S, ProgressCounter
 from harness.golden import raises
 
 

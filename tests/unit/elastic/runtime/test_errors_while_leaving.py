@@ -11,10 +11,10 @@ from unittest.mock import create_autospec
 import pytest
 
 from elastic.protocol.messages import Address, CheckpointSoon, Commit, Place, World
-from elastic.rendezvous import environment
-from elastic.runtime import departure
-from elastic.runtime.departure import Departure
-from elastic.runtime.link import Link
+from elastic.rendezvous import worker_settings
+from elastic.runtime import errors_while_leaving
+from elastic.runtime.driver_connection import Link
+from elastic.runtime.errors_while_leaving import Departure
 from elastic.runtime.recovery import Phase, Recovery, excuse_error
 from elastic.runtime.session import Session
 
@@ -69,7 +69,7 @@ def test_error_is_not_excused_when_no_world_could_follow(case):
 
 def session_of(*, elastic: bool) -> Session:
     link = create_autospec(Link, instance=True)
-    found = Session(dataclasses.replace(environment.read({}), elastic=elastic), link)
+    found = Session(dataclasses.replace(worker_settings.read({}), elastic=elastic), link)
     training(found.recovery)
     return found
 
@@ -127,11 +127,13 @@ def test_sigterm_a_moment_after_a_child_has_died_is_waited_for(session, monkeypa
     subprocess.run([sys.executable, "-c", ""], check=True)
     looks = later(monkeypatch, session, lambda: session.recovery.ask_to_leave("SIGTERM"))
     assert leaving.excuses_error()
-    assert max(looks) <= departure.LOOK_S, "a signal that another thread received ends no wait"
+    assert max(looks) <= errors_while_leaving.LOOK_S, (
+        "a signal that another thread received ends no wait"
+    )
 
 
 def test_error_of_a_worker_without_children_is_raised_at_once(session, monkeypatch):
-    monkeypatch.setattr(departure, "_has_children", lambda: False)
+    monkeypatch.setattr(errors_while_leaving, "_has_children", lambda: False)
     monkeypatch.setattr(session.changed, "wait", lambda timeout: pytest.fail("it waits"))
     leaving = Departure(session)
     leaving.watch_children()

@@ -21,8 +21,8 @@ from elastic.protocol import messages as protocol
 from elastic.protocol.framing import FramedConnection
 from elastic.protocol.messages import Address, Worker
 from elastic.protocol.tls import check, context
-from elastic.runtime import link as link_module
-from elastic.runtime.link import Link
+from elastic.runtime import driver_connection as link_module
+from elastic.runtime.driver_connection import Link
 from harness.golden import raises, recorded
 
 SECRET = b"s" * 32

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DataLoader, DistributedSampler
 
 from elastic.protocol.messages import Place
-from elastic.rendezvous import following_samplers
+from elastic.rendezvous import distributed_samplers
 
 SAMPLES = list(range(60))
 Sampler: Any = DistributedSampler  # of any sequence
@@ -26,16 +26,16 @@ class World:
 
     def enter(self, rank: int, size: int) -> None:
         self.place = Place(rank, size, rank, size, 0, 1)
-        following_samplers.follow()
+        distributed_samplers.follow()
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
     made = World()
     made.enter(1, 3)
-    following_samplers.install(lambda: made.place)
+    distributed_samplers.install(lambda: made.place)
     yield made
-    following_samplers.uninstall()
+    distributed_samplers.uninstall()
 
 
 def sampler(**options: Any) -> Any:
@@ -79,7 +79,7 @@ def test_sampler_with_explicit_numbers_is_not_changed(world, numbers):
     evaluation = sampler(num_replicas=size, rank=rank)
     world.enter(0, 2)
     assert list(evaluation) == fresh(rank, size)
-    assert not following_samplers.follows(evaluation)
+    assert not distributed_samplers.follows(evaluation)
 
 
 def test_sampler_modified_by_the_script_is_not_changed(world):
@@ -87,7 +87,7 @@ def test_sampler_modified_by_the_script_is_not_changed(world):
     placed.rank = 2
     world.enter(0, 2)
     assert list(placed) == fresh(2, 3)
-    assert not following_samplers.follows(placed)
+    assert not distributed_samplers.follows(placed)
 
 
 class Reversed(Sampler):  # type: ignore[misc]
@@ -111,7 +111,7 @@ def test_subclass_follows_the_world_only_with_torchs_lengths(world):
     world.enter(0, 2)
     assert list(following) == SAMPLES[::2][::-1]
     assert (own.num_replicas, own.rank, own.num_samples, own.total_size) == (3, 1, 7, 21)
-    assert following_samplers.follows(following) and not following_samplers.follows(own)
+    assert distributed_samplers.follows(following) and not distributed_samplers.follows(own)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
@@ -162,4 +162,4 @@ def test_samplers_that_are_dropped_are_forgotten(world):
     following = sampler()
     world.enter(0, 2)
     del following
-    assert following_samplers.count() == 0
+    assert distributed_samplers.count() == 0

@@ -6,8 +6,8 @@ import pytest
 
 from elastic.errors import Invalid
 from elastic.protocol.messages import Place
-from elastic.rendezvous import environment
-from elastic.rendezvous.launcher_env import (
+from elastic.rendezvous import worker_settings
+from elastic.rendezvous.launcher_detection import (
     FIRST_PORT,
     PORTS,
     ByAddress,
@@ -233,8 +233,10 @@ def test_contradictory_local_ranks_are_ignored():
 
 
 def test_environment_of_a_launcher_is_read():
-    env = environment.read(TORCHRUN)
+    env = worker_settings.read(TORCHRUN)
     assert env.started == start(TORCHRUN)
     assert (env.driver, env.bind_host, env.start_timeout_s) == (None, "", 600.0)
-    told = environment.read(TORCHRUN | {"ELASTIC_BIND": "10.0.0.1", "HOROVOD_START_TIMEOUT": "5"})
+    told = worker_settings.read(
+        TORCHRUN | {"ELASTIC_BIND": "10.0.0.1", "HOROVOD_START_TIMEOUT": "5"}
+    )
     assert (told.bind_host, told.start_timeout_s) == ("10.0.0.1", 5.0)

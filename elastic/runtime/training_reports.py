@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from elastic.errors import PeerLost
 from elastic.monitoring import data_waits, timeline
 from elastic.protocol.calls import Called
-from elastic.runtime.progress import ProgressCounter
+from elastic.runtime.collective_progress import ProgressCounter
 from elastic.runtime.recovery import Phase, Recovery
 from elastic.runtime.session import Session
 

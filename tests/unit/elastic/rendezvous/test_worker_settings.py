@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 
 from elastic.errors import Invalid
-from elastic.rendezvous import environment, nccl_settings
+from elastic.rendezvous import nccl_settings, worker_settings
 from harness.golden import raises
 
 
 def test_without_a_driver_a_collective_has_half_an_hour_by_default():
-    env = environment.read({})
+    env = worker_settings.read({})
     assert (env.timeout_s, env.collective_timeout_s) == (30.0, 1800.0)
-    env = environment.read({"HOROVOD_GLOO_TIMEOUT_SECONDS": "7"})
+    env = worker_settings.read({"HOROVOD_GLOO_TIMEOUT_SECONDS": "7"})
     assert (env.timeout_s, env.collective_timeout_s) == (7.0, 7.0)
 
 
 def test_a_collective_has_longer_if_the_driver_detects_stuck_workers():
-    env = environment.read({"ELASTIC_COLLECTIVE_TIMEOUT": "660"})
+    env = worker_settings.read({"ELASTIC_COLLECTIVE_TIMEOUT": "660"})
     assert (env.timeout_s, env.collective_timeout_s) == (30.0, 660.0)
 
 
 def test_the_wait_for_the_driver_is_longer_than_any_timeout_of_the_driver():
-    assert environment.read({}).wait_timeout_s == 1260.0
-    assert environment.read({"ELASTIC_WAIT_TIMEOUT": "62"}).wait_timeout_s == 62.0
+    assert worker_settings.read({}).wait_timeout_s == 1260.0
+    assert worker_settings.read({"ELASTIC_WAIT_TIMEOUT": "62"}).wait_timeout_s == 62.0
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,11 @@ def test_the_wait_for_the_driver_is_longer_than_any_timeout_of_the_driver():
 )
 def test_a_damaged_number_is_named(name):
     with raises(Invalid, name):
-        environment.read({name: "soon"})
+        worker_settings.read({name: "soon"})
 
 
 def test_horovod_variables_are_read():
-    env = environment.read(
+    env = worker_settings.read(
         {
             "HOROVOD_CYCLE_TIME": "2.5",
             "HOROVOD_CACHE_CAPACITY": "0",
@@ -76,7 +76,7 @@ NAMES = [
 @pytest.mark.parametrize("value", [None, ""])
 def test_unset_or_empty_horovod_variables_have_defaults(value):
     environ = {} if value is None else {f"HOROVOD_{name}": value for name in NAMES}
-    env = environment.read(environ)
+    env = worker_settings.read(environ)
     assert (env.cycle_s, env.cache_capacity, env.fusion_bytes) == (0.001, 1024, None)
     assert (env.group_fusion, env.dynamic_process_sets) == (True, False)
     assert (env.stall_warning_s, env.stall_shutdown_s) == (60.0, 0.0)
@@ -85,7 +85,7 @@ def test_unset_or_empty_horovod_variables_have_defaults(value):
 
 
 def test_disabled_stall_check_has_no_timeouts():
-    env = environment.read(
+    env = worker_settings.read(
         {
             "HOROVOD_STALL_CHECK_DISABLE": "1",
             "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
@@ -113,11 +113,11 @@ def test_disabled_stall_check_has_no_timeouts():
 )
 def test_invalid_variable_is_named(name, value, said):
     with pytest.raises(Invalid, match=f"{name} is '{value}'[:;] {said}"):
-        environment.read({name: value})
+        worker_settings.read({name: value})
 
 
 def test_the_tls_files_must_be_given_together():
-    read = environment.read
+    read = worker_settings.read
     assert read({}).tls is None
     empty = {"ELASTIC_TLS_CERT": "", "ELASTIC_TLS_KEY": "", "ELASTIC_TLS_CA": ""}
     assert read(empty).tls is None
@@ -132,18 +132,18 @@ def test_the_tls_files_must_be_given_together():
 )
 def test_shared_memory_is_enabled_unless_turned_off(value, native):
     variables = {} if value is None else {"ELASTIC_NATIVE": value}
-    assert environment.read(variables).native is native
+    assert worker_settings.read(variables).native is native
 
 
 def test_invalid_value_of_elastic_native_is_refused():
     with raises(Invalid):
-        environment.read({"ELASTIC_NATIVE": "yes"})
+        worker_settings.read({"ELASTIC_NATIVE": "yes"})
 
 
 def test_required_nccl_settings_override_and_optional_ones_do_not():
-    env = environment.read({"HOROVOD_GLOO_TIMEOUT_SECONDS": "7.5"})
+    env = worker_settings.read({"HOROVOD_GLOO_TIMEOUT_SECONDS": "7.5"})
     given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "NCCL_RUNTIME_CONNECT": "1"}
-    environment.prepare(env, given)
+    worker_settings.prepare(env, given)
     assert given["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert given["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "8"
     assert given["NCCL_RUNTIME_CONNECT"] == "1"
@@ -155,8 +155,8 @@ def test_correct_nccl_settings_are_not_written_again():
         def __setitem__(self, name: str, value: str) -> None:
             raise AssertionError(f"{name} was written while other threads may read")
 
-    env = environment.read({})
-    environment.prepare(env, Written({**nccl_settings.needed(30.0), **nccl_settings.DEFAULTS}))
+    env = worker_settings.read({})
+    worker_settings.prepare(env, Written({**nccl_settings.needed(30.0), **nccl_settings.DEFAULTS}))
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,6 @@ def test_correct_nccl_settings_are_not_written_again():
 )
 def test_tensorflow_keeps_the_memory_of_its_tensors_by_default(given, gb, told):
     environ = dict(given)
-    environment.keep_tensors(environ, gb << 30)
+    worker_settings.keep_tensors(environ, gb << 30)
     names = ("TF_CPU_ALLOCATOR_USE_BFC", "TF_CPU_BFC_MEM_LIMIT_IN_MB")
     assert tuple(map(environ.get, names)) == told

@@ -15,7 +15,7 @@ from elastic.protocol.life_lock import LIFE_LOCK
 from elastic.protocol.messages import Address, Worker
 from elastic.protocol.switches import TENSORS, switch
 from elastic.rendezvous import nccl_settings
-from elastic.rendezvous.launcher_env import LauncherEnv, started
+from elastic.rendezvous.launcher_detection import LauncherEnv, started
 from elastic.rendezvous.nccl_settings import CONNECT_TIMEOUT_S
 
 WAIT_TIMEOUT_S = 1260.0  # twice the default of --elastic-timeout, plus a minute
