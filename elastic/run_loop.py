@@ -22,7 +22,7 @@ import torch
 
 from elastic import failpoints
 from elastic.api.broadcasting import allgather_object
-from elastic.checkpoints import durable
+from elastic.checkpoints import training_checkpoints
 from elastic.collectives import agreement
 from elastic.data.loader import loaders
 from elastic.errors import (
@@ -126,7 +126,7 @@ def run(func: Callable[Parameters, Value]) -> Callable[Parameters, Value]:
         try:
             with (
                 host_updates.registered(state),
-                durable.commits(rt, state),
+                training_checkpoints.commits(rt, state),
                 step_count.counting(),
                 observing(rt, state, func) as observer,
             ):
@@ -236,8 +236,8 @@ def _train_in_worlds(
             rt.settle()
             state.commit_rest()
             state.finish_commit()
-            durable.finish(rt, state)
-            durable.returned(rt)
+            training_checkpoints.finish(rt, state)
+            training_checkpoints.returned(rt)
             rt.training.returned()
             return value
         except WorldChanging:
@@ -334,7 +334,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     """
     if rt.alone:
         if first:
-            durable.resume(rt, state)
+            training_checkpoints.resume(rt, state)
             state.sync()
         return
     text = "\n".join(filter(None, (state.layout(), *options_of(state), others)))
@@ -345,7 +345,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     joined = rt.provisional
     state.report_step()
     world = rt.worlds.next(digest, text, state.held_shards(), state.kept_commits())
-    durable.entered(rt, world)
+    training_checkpoints.entered(rt, world)
     following_group.follow(rt, first=first and not joined)
     rt.kept_variables.follow(rt.place, first=first)
     distributed_samplers.follow()
@@ -354,12 +354,12 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         _log(process_sets.start_copy(rt, world.copying)())
         following_group.settle(rt)
         with timeline.during("state", COPY):
-            copied, from_checkpoint, shards = durable.bring_shards(rt, state, reset)
+            copied, from_checkpoint, shards = training_checkpoints.bring_shards(rt, state, reset)
         preallocated_memory.leave()
         state.report_step()
         rt.commits.adopt(copied, from_checkpoint=from_checkpoint, shards=shards)
         if world.checkpoint:
-            durable.finish(rt, state)
+            training_checkpoints.finish(rt, state)
         return
     if rt.commits.went_back(state) and rt.first_not_finite is not None:
         rt.first_not_finite.began()
@@ -373,7 +373,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         following_group.settle(rt)
     reset()
     if world.holders == 0:
-        durable.resume(rt, state)
+        training_checkpoints.resume(rt, state)
     copied = _bring(rt, state, world, copy_sets)
     if not early:
         _log(copy_sets())
@@ -391,7 +391,7 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         rt.commits.report_digest(state.digest(), 0)
     if world.checkpoint:
         state.reconcile()
-        durable.finish(rt, state)
+        training_checkpoints.finish(rt, state)
 
 
 def _log(news: Iterable[str]) -> None:

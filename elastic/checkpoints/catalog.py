@@ -15,7 +15,7 @@ import msgspec
 import psutil
 
 from elastic.checkpoints.files import manifest
-from elastic.checkpoints.files.checked import Check
+from elastic.checkpoints.files.checksummed_file import Check
 from elastic.checkpoints.files.manifest import CommitName, Manifest, NewerFormat, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
 from elastic.errors import Invalid

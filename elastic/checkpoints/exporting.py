@@ -21,9 +21,9 @@ from elastic.checkpoints.export_format import ExportFormat, format_of
 from elastic.checkpoints.files.manifest import RESTORE, Manifest, UnreadableCommit
 from elastic.checkpoints.files.row_ranges import check_ranges
 from elastic.checkpoints.files.storage import Storage
-from elastic.checkpoints.loading import by_file, read_file
 from elastic.checkpoints.plain_data import CorruptedData
-from elastic.checkpoints.values import dtype_named, from_plain
+from elastic.checkpoints.state_restoring import by_file, read_file
+from elastic.checkpoints.tensors_as_plain_data import dtype_named, from_plain
 from elastic.errors import Invalid
 from elastic.state.handlers import model_state, optimizer_state
 

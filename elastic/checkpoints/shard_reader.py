@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from elastic.checkpoints import loading, resuming
-from elastic.checkpoints.files import row_file
+from elastic.checkpoints import newest_checkpoint, state_restoring
+from elastic.checkpoints.files import row_reader
 from elastic.checkpoints.files.manifest import Manifest, StoredTensor, UnreadableCommit
 from elastic.checkpoints.files.row_ranges import check_ranges
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.options import CheckpointOptions
-from elastic.checkpoints.values import dtype_named
+from elastic.checkpoints.storage_retries import read_patiently
+from elastic.checkpoints.tensors_as_plain_data import dtype_named
 from elastic.collectives import object_exchange
 from elastic.failpoints import failpoint
 from elastic.protocol.messages import COPY
@@ -64,7 +65,7 @@ class ShardReader:
         self._options = options
         self._met = met
         self._storage = Storage(options.url)
-        self._passed: resuming.Passed = {}  # commits that could not be read; used only on rank 0
+        self._passed: newest_checkpoint.Passed = {}  # commits that could not be read; used only on rank 0
 
     def resume(self, reset: Callable[[], None]) -> bool:
         """Load the newest commit that all ranks can read, and commit the loaded state.
@@ -100,13 +101,13 @@ class ShardReader:
             if self._rt.place.rank == 0:
                 rank, why = next((n, each) for n, each in enumerate(troubles) if each)
                 reason = f"rank {rank} found that {why}"
-                resuming.pass_over(chosen.url, chosen.manifest, reason, self._passed)
+                newest_checkpoint.pass_over(chosen.url, chosen.manifest, reason, self._passed)
         return False
 
     def _there_is_one(self) -> bool:
         storage, options = self._storage, self._options
-        found = resuming.patiently(
-            storage, lambda: resuming.proposal(storage, options, self._passed)
+        found = read_patiently(
+            storage, lambda: newest_checkpoint.proposal(storage, options, self._passed)
         )
         if found is None:
             lost = self._met is not None and self._met.whole is None
@@ -118,25 +119,27 @@ class ShardReader:
         storage, options = self._storage, self._options
 
         def load() -> Chosen | None:
-            while (found := resuming.proposal(storage, options, self._passed)) is not None:
+            while (found := newest_checkpoint.proposal(storage, options, self._passed)) is not None:
                 where, manifest = found
                 try:
                     failpoint("durable-load")
                     check_ranges(manifest.tensors)
-                    loading.load(where, manifest, self._state)
+                    state_restoring.load(where, manifest, self._state)
                 except UnreadableCommit as error:
-                    resuming.pass_over(where.url, manifest, error.trouble, self._passed)
+                    newest_checkpoint.pass_over(where.url, manifest, error.trouble, self._passed)
                 else:
                     return Chosen(where.url, manifest)
             return None
 
-        chosen = resuming.patiently(storage, load)
+        chosen = read_patiently(storage, load)
         if chosen is not None:
             lost = "" if self._met is None or not self._met.lost else f": {self._met.loss()}"
             what = "falling back to" if lost else "resuming from"
             _print(f"{what} {chosen.manifest} in {chosen.url}/{chosen.manifest.name}{lost}")
             if not self._rt.alone:
-                resuming.report(chosen.manifest, chosen.url, options, self._rt.session.send)
+                newest_checkpoint.report(
+                    chosen.manifest, chosen.url, options, self._rt.session.send
+                )
         return chosen
 
     def _send_replicated(self) -> None:
@@ -154,8 +157,8 @@ class ShardReader:
         storage, rank = Storage(chosen.url), self._rt.place.rank
         try:
             with self._long(), torch.no_grad():
-                resuming.patiently(storage, lambda: read_rows(storage, chosen.manifest, targets))
-            loading.load_random(chosen.manifest.generators, rank, self._state)
+                read_patiently(storage, lambda: read_rows(storage, chosen.manifest, targets))
+            state_restoring.load_random(chosen.manifest.generators, rank, self._state)
         except UnreadableCommit as error:
             return error.trouble
         return ""
@@ -218,7 +221,7 @@ def read_rows(storage: Storage, manifest: Manifest, targets: Targets) -> None:
     for each in manifest.tensors:
         by_name.setdefault(f"{each.part}/{each.key}", []).append(each)
     for name, (wanted, where) in targets.items():
-        row_file.read(storage, str(manifest.name), by_name[name], wanted, where)
+        row_reader.read(storage, str(manifest.name), by_name[name], wanted, where)
 
 
 def _print(text: str) -> None:

@@ -46,7 +46,7 @@ class CommittedState(Protocol):
 
 
 class DurableWriter(Protocol):
-    """Methods of the checkpoint writer that `CommitLog` uses. See `elastic.checkpoints.writer`."""
+    """Methods of the checkpoint writer that `CommitLog` uses. See `elastic.checkpoints.background_writer`."""
 
     run: int
 

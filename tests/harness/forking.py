@@ -349,7 +349,7 @@ def run_module(words: list[str]) -> None:
 def main() -> None:
     """``forking.py DESCRIPTOR [MODULE ...]``"""
     gc.disable()
-    import elastic.checkpoints.writer
+    import elastic.checkpoints.background_writer
     import elastic.driver.agents.agent_main
     import elastic.driver.commandline.cli
     import elastic.driver.job.start  # noqa: F401

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic.checkpoints import writing
+from elastic.checkpoints import commit_files
 from elastic.checkpoints.files.manifest import CommitName, Manifest
 from elastic.checkpoints.files.storage import Storage
 from elastic.sharding.rows import rows_of
@@ -43,11 +43,11 @@ def written_by(storage: Storage, state: TorchState, name: CommitName, size: int)
     for rank in range(size):
         held = share_of(state, rank, size)
         try:
-            writing.write_share(storage, name, held, rank, size, lambda: None)
+            commit_files.write_share(storage, name, held, rank, size, lambda: None)
         finally:
             held.release()
     held = share_of(state, 0, size)
     try:
-        return writing.seal(storage, name, held, size, lambda: None)
+        return commit_files.seal(storage, name, held, size, lambda: None)
     finally:
         held.release()

@@ -16,12 +16,18 @@ import fsspec
 import pytest
 import torch
 
-from elastic.checkpoints import catalog, loading, writer, writing
+from elastic.checkpoints import (
+    background_writer,
+    catalog,
+    commit_files,
+    state_restoring,
+    storage_retries,
+)
+from elastic.checkpoints.background_writer import CheckpointWriter
 from elastic.checkpoints.files.manifest import CommitName, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.schedule import Schedule
-from elastic.checkpoints.writer import CheckpointWriter
 from elastic.driver.job.checkpoint_shares import (
     CheckpointCompleted,
     CheckpointShares,
@@ -93,9 +99,9 @@ class Job:
         self.history: dict[Commit, int] = {}
         self.made: set[Commit] = set()
         self.dies_at = ""
-        monkeypatch.setattr(writer, "monotonic", lambda: self.now)
-        monkeypatch.setattr(writing, "failpoint", self._reached)
-        monkeypatch.setattr(writer, "FIRST_RETRY_S", 0.0)
+        monkeypatch.setattr(background_writer, "monotonic", lambda: self.now)
+        monkeypatch.setattr(commit_files, "failpoint", self._reached)
+        monkeypatch.setattr(storage_retries, "FIRST_RETRY_S", 0.0)
         self.shares = CheckpointShares()
         self.ranks: list[Rank] = []
         self.world(self.drawn.randint(1, 4))
@@ -149,7 +155,7 @@ class Job:
                 continue
             assert catalog.verify(self.storage, entry.manifest) == ""
             other = TorchState(model=torch.nn.Linear(SIZE, SIZE, bias=False), step=0)
-            loading.load(self.storage, entry.manifest, other)
+            state_restoring.load(self.storage, entry.manifest, other)
             assert torch.equal(other.model.weight, weights_of(other.step)), f"{name} is a mixture"
             assert self.history[name.commit] == other.step, f"{name} holds another commit"
             found[name] = other.step
@@ -393,10 +399,10 @@ def sealed_early(monkeypatch: pytest.MonkeyPatch) -> None:
         return actions
 
     monkeypatch.setattr(CheckpointShares, "handle", early)
-    monkeypatch.setattr(writing, "_share", _any_share)
+    monkeypatch.setattr(commit_files, "_share", _any_share)
 
 
-_one_share = writing._share
+_one_share = commit_files._share
 
 
 def _any_share(storage: Storage, name: CommitName, rank: int, size: int) -> Any:
@@ -436,12 +442,12 @@ def late_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         return True
 
     monkeypatch.setattr(Schedule, "request", request)
-    monkeypatch.setattr(writing, "_share", _any_share)
+    monkeypatch.setattr(commit_files, "_share", _any_share)
 
 
 def released_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies are given free when the share is begun, not when it is written."""
-    write = writing.write_share
+    write = commit_files.write_share
 
     def early(storage: Storage, name: CommitName, held: HeldCommit, *more: Any) -> None:
         held.release()
@@ -450,7 +456,7 @@ def released_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
                 tensor.add_(1)
         write(storage, name, held, *more)
 
-    monkeypatch.setattr(writing, "write_share", early)
+    monkeypatch.setattr(commit_files, "write_share", early)
 
 
 BUGS = {  # the seed to begin with, since earlier ones do not have what it takes

@@ -19,7 +19,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elastic.checkpoints.files.checked import Alive, CheckedFile, DirectFile
+from elastic.checkpoints.files.checksummed_file import Alive, CheckedFile, DirectFile
 from elastic.checkpoints.files.manifest import StoredFile
 from elastic.collectives.shared_memory import native_library
 from elastic.errors import Invalid

@@ -14,7 +14,7 @@ from typing import IO, cast
 
 import torch
 
-from elastic.checkpoints.files.checked import CheckedFile
+from elastic.checkpoints.files.checksummed_file import CheckedFile
 from elastic.checkpoints.files.manifest import UnreadableCommit
 from elastic.state.snapshots import state_structure
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elastic import run_loop
-from elastic.checkpoints import durable
+from elastic.checkpoints import training_checkpoints
 from elastic.errors import PeerLost, StateMismatch, WorldChanging
 from elastic.negotiation import process_sets
 from elastic.protocol.messages import Address, Commit, Place, World
@@ -78,8 +78,8 @@ def test_no_handler_of_sigchld_runs_from_the_end_of_a_world_until_user_code_runs
         with (
             patch.object(run_loop, "_enter_world", side_effect=enters),
             patch.object(run_loop, "unwrapped", side_effect=values),
-            patch.object(durable, "finish"),
-            patch.object(durable, "returned"),
+            patch.object(training_checkpoints, "finish"),
+            patch.object(training_checkpoints, "returned"),
         ):
             state = create_autospec(State, instance=True)
             state.handled.return_value = {}
@@ -105,7 +105,7 @@ def entering(world: World) -> tuple[Any, Any]:
 def enter(rt: Any, state: Any) -> None:
     """Enter the world as a worker whose script runs no code in it."""
     with (
-        patch.object(durable, "entered"),
+        patch.object(training_checkpoints, "entered"),
         patch.object(following_group, "follow"),
         patch.object(process_sets, "start_copy", autospec=True, return_value=list),
         patch.object(run_loop, "has_custom_sync", return_value=False),
@@ -138,8 +138,8 @@ def test_step_of_a_received_state_is_known_before_its_commit_is_reported(sharded
     state.transfer.side_effect = lambda *_, **__: wanted.reset_mock()
     rt.commits.adopt.side_effect = lambda *_, **__: reported.append(wanted.call_count)
     with (
-        patch.object(durable, "entered"),
-        patch.object(durable, "bring_shards", autospec=True) as bring,
+        patch.object(training_checkpoints, "entered"),
+        patch.object(training_checkpoints, "bring_shards", autospec=True) as bring,
         patch.object(following_group, "follow"),
         patch.object(process_sets, "start_copy", autospec=True, return_value=list),
         patch.object(run_loop, "has_custom_sync", return_value=False),
@@ -196,8 +196,8 @@ def test_exchange_without_a_predecessor_starts_before_a_rank_waits(rank, holders
 
     state.transfer.side_effect = transfer
     with (
-        patch.object(durable, "entered"),
-        patch.object(durable, "resume"),
+        patch.object(training_checkpoints, "entered"),
+        patch.object(training_checkpoints, "resume"),
         patch.object(following_group, "follow"),
         patch.object(following_group, "settle", lambda *_: calls.append(call.settle())),
         patch.object(process_sets, "start_copy", autospec=True) as start,

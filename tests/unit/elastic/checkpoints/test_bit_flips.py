@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.checkpoints import catalog, writing
+from elastic.checkpoints import catalog, commit_files
 from elastic.checkpoints.files import manifest
 from elastic.checkpoints.files.manifest import CommitName, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
@@ -29,7 +29,7 @@ WORKERS = [Worker("h", slot) for slot in range(3)]
 
 
 def parts_of(seed: int) -> dict[str, list[tuple[str, torch.Tensor]]]:
-    """Weights, moments, counters and buffers, as `writing.replica_digests` finds them; small and large."""
+    """Weights, moments, counters and buffers, as `commit_files.replica_digests` finds them; small and large."""
     made = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -188,8 +188,8 @@ def written(tmp_path) -> tuple[Storage, CommitName, Path]:
     state.commit()
     held = hold(state)
     for rank in range(2):
-        writing.write_share(storage, name, held, rank, 2, lambda: None)
-    writing.seal(storage, name, held, 2, lambda: None)
+        commit_files.write_share(storage, name, held, rank, 2, lambda: None)
+    commit_files.seal(storage, name, held, 2, lambda: None)
     held.release()
     return storage, name, tmp_path / str(name)
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from elastic.checkpoints import catalog, loading, resuming, writing
+from elastic.checkpoints import catalog, commit_files, newest_checkpoint, state_restoring
 from elastic.checkpoints.files import manifest
 from elastic.checkpoints.files.manifest import CommitName, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
@@ -61,8 +61,8 @@ def written(
     held = hold(state)
     try:
         for rank in range(size):
-            writing.write_share(storage, name, held, rank, size, nobody_minds)
-        return writing.seal(storage, name, held, size, nobody_minds)
+            commit_files.write_share(storage, name, held, rank, size, nobody_minds)
+        return commit_files.seal(storage, name, held, size, nobody_minds)
     finally:
         held.release()
 
@@ -92,8 +92,8 @@ def test_checkpoint_of_any_number_of_ranks_loads_bit_for_bit(tmp_path, size):
     found = written(storage, state, CommitName(1, 2, 30), size)
     assert found.pickled == [] and catalog.verify(storage, found) == ""
     other = trained(7, steps=1)
-    loading.load(storage, catalog.read(storage, CommitName(1, 2, 30)), other)
-    loading.load_random(found.generators, size - 1, other)
+    state_restoring.load(storage, catalog.read(storage, CommitName(1, 2, 30)), other)
+    state_restoring.load_random(found.generators, size - 1, other)
     assert same(other, state)
     assert torch.equal(torch.randn(3), drawn[0]) and random.random() == drawn[1]
 
@@ -122,7 +122,7 @@ def test_keys_with_equal_text_are_distinguished(tmp_path):
     state.commit()
     found = written(storage, state, CommitName(1, 2, 30))
     other = trained(7)
-    loading.load(storage, found, other)
+    state_restoring.load(storage, found, other)
     assert other.best == state.best
     dcp_to_torch_save(str(tmp_path / str(found.name)), str(tmp_path / "all.pt"))
     assert torch.load(tmp_path / "all.pt", weights_only=False)["best"] == state.best
@@ -149,7 +149,7 @@ def test_parameters_that_are_not_finite_are_found(dtype, odd):
     state = TorchState(model=model)
     state.commit()
     held = hold(state)
-    assert writing.not_finite(held) == {"model.spoilt"}
+    assert commit_files.not_finite(held) == {"model.spoilt"}
     held.release()
 
 
@@ -161,11 +161,11 @@ def test_held_commit_is_unchanged_by_later_commits(tmp_path):
         state.model[0].weight.add_(1)
     state.epoch = 3
     state.commit()
-    writing.write_share(storage, CommitName(1, 2, 30), held, 0, 1, nobody_minds)
-    found = writing.seal(storage, CommitName(1, 2, 30), held, 1, nobody_minds)
+    commit_files.write_share(storage, CommitName(1, 2, 30), held, 0, 1, nobody_minds)
+    found = commit_files.seal(storage, CommitName(1, 2, 30), held, 1, nobody_minds)
     held.release()
     other = trained(7)
-    loading.load(storage, found, other)
+    state_restoring.load(storage, found, other)
     assert torch.equal(other.model[0].weight, before) and other.epoch == 2
     state.restore()
     assert state.epoch == 3 and torch.equal(state.model[0].weight, before + 1)
@@ -175,13 +175,13 @@ def test_incomplete_checkpoint_is_skipped(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     whole = written(storage, state, CommitName(1, 2, 30))
     held = hold(state)
-    writing.write_share(storage, CommitName(1, 2, 40), held, 0, 2, nobody_minds)
+    commit_files.write_share(storage, CommitName(1, 2, 40), held, 0, 2, nobody_minds)
     with raises(UnreadableCommit):
-        writing.seal(storage, CommitName(1, 2, 40), held, 2, nobody_minds)
+        commit_files.seal(storage, CommitName(1, 2, 40), held, 2, nobody_minds)
     held.release()
     assert catalog.entry(storage, CommitName(1, 2, 40)).torn
     options = CheckpointOptions(str(tmp_path))
-    found = resuming.load_newest(storage, options, trained(7))
+    found = newest_checkpoint.load_newest(storage, options, trained(7))
     assert found is not None and found[1].name == whole.name
 
 
@@ -194,7 +194,7 @@ def test_flipped_bit_is_found_and_the_previous_checkpoint_is_loaded(tmp_path, ca
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x80
     path.write_bytes(content)
-    found = resuming.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
+    found = newest_checkpoint.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
     assert found is not None and found[1].name == CommitName(1, 2, 30)
     recorded("output", capsys.readouterr().err)
 
@@ -204,9 +204,9 @@ def test_unreadable_checkpoints_are_an_error_unless_a_fresh_run_is_requested(tmp
     written(storage, state, CommitName(1, 2, 30))
     (tmp_path / "r0001-g0002-c00000030" / "__0_0.distcp").unlink()
     with raises(Invalid):
-        resuming.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
+        newest_checkpoint.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
     fresh = CheckpointOptions(str(tmp_path), run=2, floor=2)
-    assert resuming.load_newest(storage, fresh, trained(7)) is None
+    assert newest_checkpoint.load_newest(storage, fresh, trained(7)) is None
 
 
 def test_different_state_is_refused_with_the_difference_and_not_modified(tmp_path):
@@ -215,7 +215,7 @@ def test_different_state_is_refused_with_the_difference_and_not_modified(tmp_pat
     other = trained(7, width=30)
     before = other.model[0].weight.detach().clone()
     with pytest.raises(StateMismatch, match=r"model.0.weight float32 \[30, 10\]"):
-        loading.load(storage, found, other)
+        state_restoring.load(storage, found, other)
     assert torch.equal(other.model[0].weight, before)
 
 
@@ -228,10 +228,10 @@ def test_worker_with_different_arithmetic_resumes_only_when_allowed(tmp_path, mo
     found = written(storage, first, CommitName(1, 2, 30))
     monkeypatch.setattr("elastic.exact.probe.lines", lambda: ["arithmetic.threads 2"])
     with raises(StateMismatch):
-        loading.load(storage, found, state())
+        state_restoring.load(storage, found, state())
     monkeypatch.setattr(ShardsStateHandler, "_allowed", lambda self: True)
     other = state()
-    loading.load(storage, found, other)
+    state_restoring.load(storage, found, other)
     assert other.shards.inexact_since == 0
 
 
@@ -247,7 +247,7 @@ def test_checkpoint_of_a_newer_version_is_refused(tmp_path):
     # An older one is no way out: what is newer would be removed in time.
     written(storage, state, CommitName(1, 2, 20))
     with raises(Invalid):
-        resuming.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
+        newest_checkpoint.load_newest(storage, CheckpointOptions(str(tmp_path)), trained(7))
 
 
 def test_cancelled_checkpoint_writes_no_file(tmp_path):
@@ -260,7 +260,7 @@ def test_cancelled_checkpoint_writes_no_file(tmp_path):
     storage, state = Storage(str(tmp_path)), trained(2)
     held = hold(state)
     with pytest.raises(Enough):
-        writing.write_share(storage, CommitName(1, 2, 30), held, 0, 1, enough)
+        commit_files.write_share(storage, CommitName(1, 2, 30), held, 0, 1, enough)
     held.release()
     assert storage.sizes("r0001-g0002-c00000030") == {}
 
@@ -271,7 +271,7 @@ def test_old_checkpoints_are_pruned_once_newer_ones_are_complete(tmp_path):
         written(storage, state, CommitName(2, 1, number))
     written(storage, state, CommitName(1, 9, 99))  # of another training
     held = hold(state)
-    writing.write_share(storage, CommitName(2, 1, 50), held, 0, 1, nobody_minds)
+    commit_files.write_share(storage, CommitName(2, 1, 50), held, 0, 1, nobody_minds)
     held.release()
     assert catalog.prune(storage, 2, floor=2) == [CommitName(2, 1, 10), CommitName(2, 1, 20)]
     left = [CommitName(1, 9, 99), CommitName(2, 1, 30), CommitName(2, 1, 40), CommitName(2, 1, 50)]
@@ -308,7 +308,7 @@ def test_fsspec_storage_stores_and_loads_checkpoints():
     storage.prove_writable()
     found = written(storage, state, CommitName(1, 2, 30), size=2)
     other = trained(7)
-    loading.load(storage, found, other)
+    state_restoring.load(storage, found, other)
     assert same(other, state)
     assert catalog.prune(storage, 1) == []
 
@@ -326,7 +326,7 @@ def test_training_begins_with_a_given_commit_of_another_folder(tmp_path):
     written(old, trained(2), CommitName(1, 2, 30))
     options = CheckpointOptions(new, run=1, floor=1, start=(old.url, "2.30"))
     state = trained(7)
-    where, found = resuming.load_newest(Storage(new), options, state) or ("", None)
+    where, found = newest_checkpoint.load_newest(Storage(new), options, state) or ("", None)
     assert where == old.url and found is not None and same(state, trained(2))
 
 

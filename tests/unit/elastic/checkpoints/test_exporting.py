@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from elastic.checkpoints import exporting, writing
+from elastic.checkpoints import commit_files, exporting
 from elastic.checkpoints.exporting import SkippedValue
 from elastic.checkpoints.files.manifest import CommitName, Manifest, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
@@ -69,8 +69,8 @@ def replicated(storage: Storage, state: TorchState, name: CommitName, size: int)
     held = hold(state)
     try:
         for rank in range(size):
-            writing.write_share(storage, name, held, rank, size, lambda: None)
-        return writing.seal(storage, name, held, size, lambda: None)
+            commit_files.write_share(storage, name, held, rank, size, lambda: None)
+        return commit_files.seal(storage, name, held, size, lambda: None)
     finally:
         held.release()
 

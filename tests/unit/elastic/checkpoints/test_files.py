@@ -17,8 +17,14 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
-from elastic.checkpoints.files import checked, tensor_file
-from elastic.checkpoints.files.checked import BLOCK, BlockSums, Check, CheckedFile, DirectFile
+from elastic.checkpoints.files import checksummed_file, tensor_file
+from elastic.checkpoints.files.checksummed_file import (
+    BLOCK,
+    BlockSums,
+    Check,
+    CheckedFile,
+    DirectFile,
+)
 from elastic.checkpoints.files.storage import Storage
 from elastic.collectives.shared_memory import native_library
 from harness.golden import raises
@@ -68,12 +74,12 @@ def test_file_written_in_pieces_has_the_content_and_checksums(tmp_path, monkeypa
 def test_refused_direct_write_falls_back_to_the_page_cache(tmp_path, monkeypatch):
     """As of a file system that wants memory in larger pages: none takes an odd address."""
     odd = memoryview(mmap.mmap(-1, 2 * BLOCK))[1 : BLOCK + 1]
-    monkeypatch.setattr(checked, "_buffers", [odd])
+    monkeypatch.setattr(checksummed_file, "_buffers", [odd])
     content = os.urandom(2 * BLOCK + 5)
     with Storage(str(tmp_path)).writing("file") as file:
         file.write(content)
     assert (tmp_path / "file").read_bytes() == content
-    assert checked._buffers == [odd], "it is there for the next file"
+    assert checksummed_file._buffers == [odd], "it is there for the next file"
 
 
 def test_disk_error_is_raised_and_leaves_no_file(tmp_path):
@@ -189,7 +195,7 @@ def test_block_size_and_fields_match_the_header():
     body = re.search(r"struct elastic_file {(.*?)};", header, re.DOTALL)
     assert body is not None
     names = re.findall(r"(\w+);", body[1])
-    assert names == [name for name, _ in checked._NativeFile._fields_]
+    assert names == [name for name, _ in checksummed_file._NativeFile._fields_]
 
 
 def test_swapped_blocks_change_the_checksum():

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from elastic.checkpoints import catalog, loading, writing
-from elastic.checkpoints.files import row_file, row_ranges
+from elastic.checkpoints import catalog, commit_files, state_restoring
+from elastic.checkpoints.files import row_ranges, row_reader
 from elastic.checkpoints.files.manifest import CommitName, Manifest, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.shard_reader import read_rows, row_specs
@@ -75,7 +75,7 @@ def test_replicated_tensors_and_values_are_loaded_from_a_sharded_checkpoint(tmp_
     found = written_by(storage, state, NAME, 3)
     other = trained(7)
     weight = other.model[0].weight.detach().clone()
-    loading.load(storage, found, other)
+    state_restoring.load(storage, found, other)
     assert torch.equal(other.model[1].running_mean, state.model[1].running_mean)
     assert (other.step, other.best) == (state.step, state.best)
     assert torch.equal(other.model[0].weight, weight), "rows are read by `read_rows`"
@@ -99,11 +99,11 @@ def test_a_checkpoint_without_some_rows_is_not_sealed(tmp_path: Any):
     storage, state = Storage(str(tmp_path)), trained(2)
     for rank, writer in enumerate((0, 1, 1)):  # rows of the third are nowhere
         held = share_of(state, writer, 3)
-        writing.write_share(storage, NAME, held, rank, 3, lambda: None)
+        commit_files.write_share(storage, NAME, held, rank, 3, lambda: None)
         held.release()
     held = share_of(state, 0, 3)
     with pytest.raises(UnreadableCommit):
-        writing.seal(storage, NAME, held, 3, lambda: None)
+        commit_files.seal(storage, NAME, held, 3, lambda: None)
     assert catalog.entry(storage, NAME).torn
 
 
@@ -130,11 +130,11 @@ def test_corrupted_rows_are_found_only_by_the_rank_that_reads_them(tmp_path: Any
         rows = rows_of(7, rank, 2)
         into = torch.zeros(len(rows), 10)
         if rank == 0:
-            row_file.read(storage, str(NAME), ranges, rows, into)
+            row_reader.read(storage, str(NAME), ranges, rows, into)
             assert torch.equal(into, state.model[0].weight[:4])
         else:
             with pytest.raises(UnreadableCommit):
-                row_file.read(storage, str(NAME), ranges, rows, into)
+                row_reader.read(storage, str(NAME), ranges, rows, into)
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
@@ -146,6 +146,6 @@ def test_each_rank_reports_which_of_its_rows_are_not_finite(tmp_path: Any, odd: 
     found = []
     for rank in range(2):
         held = share_of(state, rank, 2)
-        found.append(writing.not_finite(held))
+        found.append(commit_files.not_finite(held))
         held.release()
     assert found == [set(), {"model.0.weight"}]

@@ -11,7 +11,7 @@ import torch
 from torch import distributed, nn
 
 import elastic
-from elastic.checkpoints import writing
+from elastic.checkpoints import commit_files
 from elastic.checkpoints.files.manifest import CommitName, decode_share
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.shard_reader import row_specs
@@ -383,7 +383,7 @@ def test_entries_read_from_a_checkpoint_have_the_specs_of_the_committed_ones(
     step(model, optimizer)
     state.commit()
     storage, held = Storage(str(tmp_path)), hold(state)
-    writing.write_share(storage, CommitName(1, 2, 3), held, 0, 1, lambda: None)
+    commit_files.write_share(storage, CommitName(1, 2, 3), held, 0, 1, lambda: None)
     held.release()
     share = decode_share(storage.read(f"{CommitName(1, 2, 3)}/share-0.json"))
     commits = shards_of(state)

@@ -10,11 +10,11 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
-from elastic.checkpoints import durable, options, resuming
-from elastic.checkpoints.durable import TransferOutcome
+from elastic.checkpoints import newest_checkpoint, options, training_checkpoints
+from elastic.checkpoints.background_writer import CheckpointWriter
 from elastic.checkpoints.files.manifest import CommitName, Manifest
 from elastic.checkpoints.options import CheckpointOptions
-from elastic.checkpoints.writer import CheckpointWriter
+from elastic.checkpoints.training_checkpoints import TransferOutcome
 from elastic.monitoring.time_account import TimeAccount
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.protocol.messages import Address, CheckpointWritten, Commit, Place, World
@@ -40,8 +40,10 @@ def rt():
 def test_reading_a_checkpoint_is_booked_as_storage(rt, monkeypatch, tmp_path):
     during: list[str] = []
     monkeypatch.setenv(options.DIR, str(tmp_path))
-    monkeypatch.setattr(durable, "_resume", lambda rt, *rest: during.append(rt.account.part))
-    durable.resume(rt, ObjectState(step=0))
+    monkeypatch.setattr(
+        training_checkpoints, "_resume", lambda rt, *rest: during.append(rt.account.part)
+    )
+    training_checkpoints.resume(rt, ObjectState(step=0))
     assert (during, rt.account.part) == (["storage"], "joining")
 
 
@@ -59,8 +61,8 @@ def test_reading_the_first_checkpoint_is_a_long_phase(rt, monkeypatch, tmp_path)
     rt.training = create_autospec(Training, instance=True)
     rt.training.long_phase.side_effect = long_phase
     monkeypatch.setenv(options.DIR, str(tmp_path))
-    monkeypatch.setattr(resuming, "load_newest", lambda *_: seen.append([*phases]))
-    durable.resume(rt, ObjectState(step=0))
+    monkeypatch.setattr(newest_checkpoint, "load_newest", lambda *_: seen.append([*phases]))
+    training_checkpoints.resume(rt, ObjectState(step=0))
     assert (seen, phases) == ([["reading the checkpoint"]], [])
 
 
@@ -74,7 +76,7 @@ def test_waiting_for_the_last_checkpoint_is_booked_as_storage(rt):
             during.append(rt.account.part)
 
     rt.commits = Commits()
-    durable.finish(rt, ObjectState(step=0))
+    training_checkpoints.finish(rt, ObjectState(step=0))
     assert (during, rt.account.part) == (["storage"], "joining")
 
 
@@ -97,7 +99,7 @@ def test_digest_of_non_finite_gradients_is_forgotten_when_the_state_is_replaced(
     first = rt.first_not_finite = FirstNotFinite()
     first.look("0", [torch.tensor(torch.nan)], [("weight", torch.ones(2))])
     place, commit = Place(rank, 3, rank, 3, 0, 1), Commit(2, 7) if holders else None
-    durable.entered(rt, World(3, place, Address("h", 1), holders, commit, "lost h:1"))
+    training_checkpoints.entered(rt, World(3, place, Address("h", 1), holders, commit, "lost h:1"))
     assert (first.digest() is not None) == knows
 
 
@@ -125,12 +127,12 @@ def test_checkpoint_is_read_when_ranks_hold_no_whole_commit(
     sharded.meet.return_value, sharded.placed = met, None
     state = create_autospec(State, instance=True)
     state.bring_shards.return_value = 12
-    monkeypatch.setattr(durable, "shards_of", lambda _: sharded)
-    monkeypatch.setattr(durable, "_resume_shards", lambda *_: there)
+    monkeypatch.setattr(training_checkpoints, "shards_of", lambda _: sharded)
+    monkeypatch.setattr(training_checkpoints, "_resume_shards", lambda *_: there)
     if folder:
         monkeypatch.setenv(options.DIR, str(tmp_path))
     reset = create_autospec(callable)
-    found = durable.bring_shards(rt, state, reset)
+    found = training_checkpoints.bring_shards(rt, state, reset)
     assert found == TransferOutcome(0 if reads else 12, reads, sharded.placed)
     if not reads:
         state.bring_shards.assert_called_once_with(reset, met)
@@ -143,6 +145,6 @@ def test_restored_commit_is_reported_only_within_the_same_run(run, reported):
     manifest = create_autospec(Manifest, instance=True, values={"step": 17}, bytes=10)
     manifest.name = name
     sent: list[Any] = []
-    resuming.report(manifest, "/c", CheckpointOptions("/c", run=3), sent.append)
+    newest_checkpoint.report(manifest, "/c", CheckpointOptions("/c", run=3), sent.append)
     wanted = CheckpointWritten(2, 0, Commit(2, 20), f"/c/{name}", 10, 0.0, 17)
     assert sent == ([wanted] if reported else [])

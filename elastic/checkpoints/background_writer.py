@@ -18,9 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
-import tenacity
-
-from elastic.checkpoints import catalog, finished_training, writing
+from elastic.checkpoints import catalog, commit_files, finished_training, storage_retries
 from elastic.checkpoints.files.manifest import CommitName, Share, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.options import CheckpointOptions
@@ -33,7 +31,6 @@ from elastic.protocol.messages import Commit, Message, Place
 from elastic.state.handlers.held_commit import HeldCommit
 from elastic.state.state import ObjectState, hold, prepare_hold
 
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 3.0
 FINISH_S = 60.0  # timeout in seconds for writing the last commit of a training run
 LOOK_S = 0.1  # interval in seconds at which a wait checks whether the world has failed
 NICE = 19  # niceness of the writing thread
@@ -368,10 +365,10 @@ class CheckpointWriter:
 
         def write() -> None:
             if self._odd is None and not attempt.held.is_sharded:
-                self._odd = writing.not_finite(attempt.held)
+                self._odd = commit_files.not_finite(attempt.held)
             if not self._alone:
-                digests.update(writing.replica_digests(attempt.held))
-            writing.write_share(
+                digests.update(commit_files.replica_digests(attempt.held))
+            commit_files.write_share(
                 self._storage, attempt.name, attempt.held, attempt.rank, attempt.size, attempt.alive
             )
 
@@ -390,7 +387,7 @@ class CheckpointWriter:
     def _look_at_numbers(self, held: HeldCommit, shares: Sequence[Share]) -> None:
         found = {name for share in shares for name in share.not_finite}
         if not held.is_sharded:
-            found = writing.not_finite(held)
+            found = commit_files.not_finite(held)
         elif self._odd is None:
             self._odd = found
         new = sorted(found - (self._odd or set()))
@@ -410,7 +407,7 @@ class CheckpointWriter:
         def write() -> None:
             nonlocal step
             look = functools.partial(self._look_at_numbers, attempt.held)
-            sealed = writing.seal(
+            sealed = commit_files.seal(
                 self._storage, attempt.name, attempt.held, attempt.size, attempt.alive, look
             )
             step = sealed.step
@@ -445,16 +442,10 @@ class CheckpointWriter:
 
         Consecutive storage failures are logged only once.
         """
-        tries = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(OSError),
-            wait=tenacity.wait_random_exponential(FIRST_RETRY_S, LONGEST_RETRY_S),
-            stop=tenacity.stop_when_event_set(attempt.off),
-            sleep=tenacity.sleep_using_event(attempt.off),
-            before_sleep=lambda tried: self._fails(attempt, tried.outcome),
-            reraise=True,
-        )
         try:
-            tries(write)
+            storage_retries.write_until(
+                attempt.off, write, lambda error: self._fails(attempt, error)
+            )
         except (_Dropped, OSError):
             self._over(attempt)
             return False
@@ -486,11 +477,10 @@ class CheckpointWriter:
                 self._attempt = None
                 self._changed.notify_all()
 
-    def _fails(self, attempt: _Attempt, outcome: tenacity.Future | None) -> None:
+    def _fails(self, attempt: _Attempt, error: BaseException | None) -> None:
         if self._away:
             return
         self._away = True
-        error = None if outcome is None else outcome.exception()
         self._print(
             f"commit {attempt.name.commit} can't be written to {self._storage.url} yet ({error}); the write is retried"
             " while training continues"

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.checkpoints import catalog, loading, writer
-from elastic.checkpoints.files.checked import Alive
+from elastic.checkpoints import background_writer, catalog, state_restoring, storage_retries
+from elastic.checkpoints.background_writer import CheckpointWriter
+from elastic.checkpoints.files.checksummed_file import Alive
 from elastic.checkpoints.files.manifest import Manifest
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.options import CheckpointOptions, parse_every
-from elastic.checkpoints.writer import CheckpointWriter
 from elastic.driver.job.checkpoint_shares import (
     CheckpointCompleted,
     CheckpointFailed,
@@ -47,7 +47,7 @@ class Job:
         self, folder: Any, ranks: int, every: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.now = 0.0
-        monkeypatch.setattr(writer, "monotonic", lambda: self.now)
+        monkeypatch.setattr(background_writer, "monotonic", lambda: self.now)
         commits, seconds = parse_every(every)
         options = CheckpointOptions(str(folder), commits, seconds, run=1)
         self.storage = Storage(str(folder))
@@ -121,7 +121,7 @@ class Job:
     def loaded(self) -> TorchState:
         """What the newest checkpoint holds."""
         state = self._state()
-        loading.load(self.storage, self.newest(), state)
+        state_restoring.load(self.storage, self.newest(), state)
         return state
 
     def newest(self) -> Manifest:
@@ -270,7 +270,7 @@ def test_last_commit_is_durable_and_complete_despite_storage_failures(job, monke
                 raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Storage, "writing", failing)
-    monkeypatch.setattr(writer, "LONGEST_RETRY_S", 0.1)
+    monkeypatch.setattr(storage_retries, "LONGEST_RETRY_S", 0.1)
     ranks = job(drawn.randint(1, 4), f"{drawn.randint(1, 5)}commits")
     ranks.commit(drawn.randint(5, 12))
     ranks.finish()
@@ -318,7 +318,7 @@ def test_differing_replica_before_nan_gradients_is_reported_at_the_next_commit(j
     assert ranks.spoilt == [spoilt]
     ranks.commit(3)
     assert ranks.spoilt == [spoilt], "it was said"
-    ranks.commit(int(2 * writer.REPEAT_S))
+    ranks.commit(int(2 * background_writer.REPEAT_S))
     assert ranks.spoilt == [spoilt, spoilt], "the driver may be another one"
 
 
@@ -338,7 +338,7 @@ def sharded(job, monkeypatch) -> Job:
     ranks: Job = job()
     states = ranks.states
     hold = lambda state: share_of(state, states.index(state), len(states))  # noqa: E731
-    monkeypatch.setattr(writer, "hold", hold)
+    monkeypatch.setattr(background_writer, "hold", hold)
     return ranks
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from elastic.checkpoints.files import manifest
-from elastic.checkpoints.files.checked import Check
+from elastic.checkpoints.files.checksummed_file import Check
 from elastic.checkpoints.files.manifest import Manifest, StoredTensor, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.plain_data import CorruptedData
-from elastic.checkpoints.values import dtype_named, from_plain
+from elastic.checkpoints.tensors_as_plain_data import dtype_named, from_plain
 from elastic.errors import StateMismatch
 from elastic.state.handlers import state_transfer
 from elastic.state.handlers.part import Part, ShardsStateHandler

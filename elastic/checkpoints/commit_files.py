@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from elastic.checkpoints import catalog
 from elastic.checkpoints.contents import Contents, Path, StateItem, contents, dotted, shares
 from elastic.checkpoints.files import manifest, row_ranges, tensor_file
-from elastic.checkpoints.files.checked import Alive, CheckedFile
+from elastic.checkpoints.files.checksummed_file import Alive, CheckedFile
 from elastic.checkpoints.files.manifest import (
     CommitName,
     Manifest,
@@ -38,7 +38,7 @@ from elastic.checkpoints.files.manifest import (
 )
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.plain_data import NotPlain
-from elastic.checkpoints.values import to_plain
+from elastic.checkpoints.tensors_as_plain_data import to_plain
 from elastic.failpoints import failpoint
 from elastic.optimizer.gradients.not_finite import finite
 from elastic.state.handlers.held_commit import HeldCommit

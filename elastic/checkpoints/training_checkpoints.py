@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 from elastic.api.broadcasting import broadcast_object
-from elastic.checkpoints import catalog, loading, options, resuming
+from elastic.checkpoints import catalog, newest_checkpoint, options, state_restoring
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.options import CheckpointOptions
 from elastic.checkpoints.shard_reader import ShardReader
@@ -51,7 +51,7 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
         found = replace(found, run=catalog.claim_run(storage))
     # Import on demand: loading torch.distributed.checkpoint and SymPy takes most of a second, which jobs without
     # checkpoints should not spend.
-    from elastic.checkpoints.writer import CheckpointWriter
+    from elastic.checkpoints.background_writer import CheckpointWriter
 
     writer = CheckpointWriter(storage, found, rt.session.send, alone=rt.alone)
     rt.commits.durable = writer
@@ -200,7 +200,7 @@ def _resume(rt: WorkerRuntime, state: ObjectState, found: CheckpointOptions) -> 
     if rt.place.size > 1:
         with rt.guard(COPY):
             generators = broadcast_object(generators, root_rank=0, name="elastic.checkpoint")
-    loading.load_random(generators, rt.place.rank, state)
+    state_restoring.load_random(generators, rt.place.rank, state)
 
 
 def _load(rt: WorkerRuntime, found: CheckpointOptions, state: ObjectState) -> list[Any]:
@@ -209,7 +209,7 @@ def _load(rt: WorkerRuntime, found: CheckpointOptions, state: ObjectState) -> li
     The list is empty if there is no checkpoint and training starts from the beginning.
     """
     storage = Storage(found.url)
-    begin = resuming.load_newest(storage, found, state)
+    begin = newest_checkpoint.load_newest(storage, found, state)
     if begin is None:
         text = f"{storage.url} has no checkpoint to resume from: training starts from the beginning"
         print(f"elastic: {text}", file=sys.stderr, flush=True)
@@ -219,5 +219,5 @@ def _load(rt: WorkerRuntime, found: CheckpointOptions, state: ObjectState) -> li
         f"elastic: resuming from {manifest} in {url}/{manifest.name}", file=sys.stderr, flush=True
     )
     if not rt.alone:
-        resuming.report(manifest, url, found, rt.session.send)
+        newest_checkpoint.report(manifest, url, found, rt.session.send)
     return manifest.generators

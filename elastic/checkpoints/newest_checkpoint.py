@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TypeVar
 
-import tenacity
-
-from elastic.checkpoints import catalog, loading
+from elastic.checkpoints import catalog, state_restoring
 from elastic.checkpoints.files.manifest import CommitName, Manifest, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.options import CheckpointOptions
+from elastic.checkpoints.storage_retries import read_patiently
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
 from elastic.protocol.messages import CheckpointWritten, Message
 from elastic.state.state import ObjectState
 
-PATIENCE_S = 120.0  # how long to retry if the storage fails, in seconds
-
-Value = TypeVar("Value")
 # the reason why a commit cannot be read, by folder and commit
 Passed = dict[tuple[str, CommitName], str]
 
@@ -40,7 +35,7 @@ def load_newest(
         OSError: the storage failed.
     """
     passed: Passed = {}
-    return patiently(storage, lambda: load_proposed(storage, options, state, passed))
+    return read_patiently(storage, lambda: load_proposed(storage, options, state, passed))
 
 
 def load_proposed(
@@ -54,7 +49,7 @@ def load_proposed(
         where, manifest = found
         try:
             failpoint("durable-load")
-            loading.load(where, manifest, state)
+            state_restoring.load(where, manifest, state)
         except UnreadableCommit as error:
             pass_over(where.url, manifest, error.trouble, passed)
         else:
@@ -129,29 +124,6 @@ def pass_over(url: str, manifest: Manifest, trouble: str, passed: Passed) -> Non
     """Record an unreadable commit, so that `proposal` skips it."""
     passed[url, manifest.name] = trouble
     _print(f"skipped {url}/{manifest.name}: {trouble}")
-
-
-def patiently(storage: Storage, work: Callable[[], Value]) -> Value:
-    """Call ``work``, and retry it after OSError for up to `PATIENCE_S` seconds.
-
-    Raises:
-        OSError: the storage did not recover in time.
-        Exception: any other exception raised by ``work``.
-    """
-    tries = tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(OSError),
-        wait=tenacity.wait_random_exponential(0.2, 5.0),
-        stop=tenacity.stop_after_delay(PATIENCE_S),
-        before_sleep=lambda tried: _log_once(storage, tried),
-        reraise=True,
-    )
-    return tries(work)
-
-
-def _log_once(storage: Storage, tried: tenacity.RetryCallState) -> None:
-    if tried.attempt_number == 1 and tried.outcome is not None:
-        error = tried.outcome.exception()
-        _print(f"{storage.url} could not be read ({error}); retrying for {PATIENCE_S:.0f} s")
 
 
 def _print(text: str) -> None:
