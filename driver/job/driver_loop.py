@@ -34,6 +34,7 @@ from elastic.driver.job.checkpoint_log_lines import CheckpointLines
 from elastic.driver.job.checkpoint_shares import CheckpointShares
 from elastic.driver.job.job_decisions import Decider, JobDecisions
 from elastic.driver.job.operator_api.pending_requests import PendingRequests
+from elastic.driver.job.stop_signals import STOP_CODES, is_repeated, last_checkpoint_s, stop_reason
 from elastic.driver.journal.journal import Journal
 from elastic.driver.launch.interface import Launcher
 from elastic.driver.launch.worker_environment import (
@@ -73,12 +74,6 @@ LINE = 79  # columns for a log text after the prefix of 21 columns
 # seconds by which workers wait longer for a world than the driver's timeout
 WAIT_SLACK_S = 60.0
 Line = tuple[str, str]  # level and text of a log line
-# seconds for the last checkpoint after SIGTERM; `docker stop` sends SIGKILL after 10 s
-LAST_CHECKPOINT_S = 6.0
-# Seconds within which repeated SIGTERMs count as one request, because a process manager may signal all processes of a
-# job, and a wrapper may forward its own SIGTERM.
-REPEATED_S = 1.0
-STOP_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class WorkerConnections(Protocol):
@@ -406,8 +401,9 @@ class Driver:
             self._hurried = True
             if self._settling is not None:
                 self._settling.cancel()
-        waits = code == STOP_CODES[signal.SIGTERM] and not self._hurried
-        self._post(events.StopRequested(reason, code, LAST_CHECKPOINT_S if waits else 0.0))
+        self._post(
+            events.StopRequested(reason, code, last_checkpoint_s(code, hurried=self._hurried))
+        )
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -443,13 +439,12 @@ class Driver:
 
     def _on_signal(self, number: signal.Signals, at: float) -> None:
         last, self._signalled_at[number] = self._signalled_at.get(number), at
-        if number == signal.SIGTERM and last is not None and at - last < REPEATED_S:
+        if is_repeated(number, at, last):
             return
         if number != signal.SIGINT and self._leaves is not None:
             self._leaves()
             return
-        name = "Ctrl-C" if number == signal.SIGINT else number.name
-        self._stop(f"{name} at the driver", STOP_CODES[number])
+        self._stop(stop_reason(number), STOP_CODES[number])
 
     def _post(self, event: events.Event) -> None:
         self._mailbox.put_nowait((self._now(), event))

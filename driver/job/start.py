@@ -8,7 +8,7 @@ from pathlib import Path
 
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.discovery.static import GivenHosts
-from elastic.driver.job import driver_loop
+from elastic.driver.job import driver_loop, stop_signals
 from elastic.driver.job.job import Job, first_hosts, listed_hosts, room_for, script_discovery
 from elastic.driver.job.job_io import JobIO, open_job_io, serve_page
 from elastic.driver.job.multi_host_plan import MultiHostPlan
@@ -64,7 +64,7 @@ async def start(job: Job, *, this_host: ThisHost | None = None) -> Outcome:
                 outcome = await _started(job, job_io, this_host)
             finally:
                 await job_io.desk.close()
-            job_io.stopped = outcome.code in driver_loop.STOP_CODES.values()
+            job_io.stopped = outcome.code in stop_signals.STOP_CODES.values()
         return replace(outcome, unreported=job_io.unreported)
     except (Invalid, OSError):
         job.refused()

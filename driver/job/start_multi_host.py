@@ -28,7 +28,7 @@ from elastic.driver.etcd.journal import EtcdArchive
 from elastic.driver.etcd.keys import job_root, operators_key
 from elastic.driver.etcd.leader_election import LeadershipLost
 from elastic.driver.events import Action, Event, PublishWorld
-from elastic.driver.job import driver_loop
+from elastic.driver.job import driver_loop, stop_signals
 from elastic.driver.job.job import Job, listed_hosts, room_for, script_discovery
 from elastic.driver.job.job_io import JobIO
 from elastic.driver.job.multi_host_plan import MultiHostPlan, PodSource
@@ -291,7 +291,7 @@ class _Run:
             job.begun(driver)
         code = await self._unless_leadership_lost(driver)
         if code is None:
-            code = driver_loop.STOP_CODES[signal.SIGTERM] if self.left else DEPOSED_CODE
+            code = stop_signals.STOP_CODES[signal.SIGTERM] if self.left else DEPOSED_CODE
             return code, driver.outcome, [], {}
         if code:
             # Clean up if the job failed before its first checkpoint, for example because no agent could be started.
