@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from elastic.collectives.distant_group import DistantGroup
 from elastic.collectives.interface import Collectives
+from elastic.collectives.store_group import DistantGroup
 from elastic.errors import NotInitialized
 from elastic.protocol.messages import Place, World
 from elastic.rendezvous.worker_settings import Environment

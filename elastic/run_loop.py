@@ -23,7 +23,7 @@ import torch
 from elastic import failpoints
 from elastic.api.broadcasting import allgather_object
 from elastic.checkpoints import training_checkpoints
-from elastic.collectives import agreement
+from elastic.collectives import raise_together
 from elastic.data.loader import loaders
 from elastic.errors import (
     CollectiveFailed,
@@ -304,7 +304,7 @@ def _same_layout(rt: WorkerRuntime, layouts: Sequence[str]) -> None:
     for other, theirs in enumerate(layouts):
         if theirs != ours:
             error = StateMismatch(state_transfer.difference(theirs, ours, f"rank {other}"))
-            agreement.raise_together(rt.group(STATE, torch.device("cpu")), error)
+            raise_together.raise_together(rt.group(STATE, torch.device("cpu")), error)
 
 
 def unwrapped(session: Session, user_code: Callable[[], Value]) -> Value:

@@ -161,10 +161,10 @@ def mappings_of_its_own() -> Iterator[None]:
 @pytest.fixture
 def threads_of_its_own() -> Iterator[None]:
     """A closing runtime does not wait for threads that other tests of this process have left in torch's code."""
-    from elastic.collectives import threads
+    from elastic.collectives import threads_at_exit
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threads, "_begun", set())
+        patch.setattr(threads_at_exit, "_begun", set())
         yield
 
 

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from elastic.collectives import dtypes_and_ops, nccl_library, own_gpu, threads
+from elastic.collectives import dtypes_and_ops, nccl_library, own_gpu, threads_at_exit
 from elastic.collectives.interface import Counts, Op, Work
 from elastic.collectives.torch_group import REDUCE, as_bytes
 from elastic.errors import CollectiveFailed, Invalid
@@ -109,7 +109,9 @@ class NcclCollectives:
             CollectiveFailed: a rank is late or lost, or `abort` was called.
             Invalid: two ranks use the same GPU. Raised on every rank.
         """
-        self._building = threads.begin("elastic-nccl", self._build, store, purpose, bind_host)
+        self._building = threads_at_exit.begin(
+            "elastic-nccl", self._build, store, purpose, bind_host
+        )
         longest_s = self._collective_timeout_s + self._timeout_s + 1.0
         if not self._built.wait(longest_s):
             self._fail(f"NCCL did not connect {self.size} ranks within {longest_s:g} s")
@@ -439,7 +441,7 @@ class NcclCollectives:
             self._failed = reason
         with self._lock:
             if self._backend is not None and self._stopping is None:
-                self._stopping = threads.begin("elastic-nccl-stop", self._stop)
+                self._stopping = threads_at_exit.begin("elastic-nccl-stop", self._stop)
         self._swapping.abort()
         self._built.set()
 
@@ -459,7 +461,7 @@ class NcclCollectives:
         with self._lock:
             if self._freeing is None:
                 self._communicator = 0
-                self._freeing = threads.begin("elastic-nccl-free", self._give_back)
+                self._freeing = threads_at_exit.begin("elastic-nccl-free", self._give_back)
 
     def _give_back(self) -> None:
         _abort(self._backend)
@@ -516,7 +518,7 @@ class NcclWork:
     ) -> None:
         self._group = group
         self._work = work
-        self._complete = threads.Completion(
+        self._complete = threads_at_exit.Completion(
             None if then is None else functools.partial(self._put, then)
         )
         # CUDA event that is recorded after the work that ``then`` has queued.

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from elastic.collectives.distant_group import DistantGroup
 from elastic.collectives.interface import Collectives, Op
+from elastic.collectives.store_group import DistantGroup
 
 _LENGTH = 8  # size in bytes of the length prefix
 # Size in bytes of the first exchange, which fits into the initial congestion window of TCP. A shorter value needs no

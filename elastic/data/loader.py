@@ -1,8 +1,8 @@
 """DataLoader whose position is part of the job's state, so that committed steps use each sample once per epoch.
 
 torch's DataLoader loads the samples. This module determines the samples of each batch from the job's position (see
-`positions`), and counts progress when the loop receives batches and optimizers step (see `progress`), not when loader
-workers prefetch.
+`sample_partition`), and counts progress when the loop receives batches and optimizers step (see `committed_batches`),
+not when loader workers prefetch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import torch
 
 from elastic.data import optimizer_steps
-from elastic.data.arguments import LoaderArguments, Seeds, is_stream
 from elastic.data.batch_gradients import BatchGradients
-from elastic.data.positions import Position, SamplePartition
-from elastic.data.progress import DataProgress
+from elastic.data.committed_batches import DataProgress
+from elastic.data.loader_arguments import LoaderArguments, Seeds, is_stream
+from elastic.data.sample_partition import Position, SamplePartition
+from elastic.data.sample_sources import IndexedSource, Loaded, Source, StreamSource
 from elastic.data.sampler import present_world
-from elastic.data.sources import IndexedSource, Loaded, Source, StreamSource
-from elastic.data.stream import NOBODY
+from elastic.data.stream_dataset import NOBODY
 from elastic.errors import Invalid, NotInitialized
 from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle

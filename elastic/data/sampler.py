@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from elastic.data import order
+from elastic.data import sample_order
 from elastic.errors import Invalid
 from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
@@ -175,9 +175,9 @@ class ElasticSampler(Sampler[int]):
         of = (len(self.dataset), self.epoch, self.seed)
         if self._order is None or self._order_of != of:
             self._order = (
-                order.shuffled(of[0], self.seed, self.epoch)
+                sample_order.shuffled(of[0], self.seed, self.epoch)
                 if self.shuffle
-                else order.sequential(of[0])
+                else sample_order.sequential(of[0])
             )
             self._order_of = of
         return self._order

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
-from elastic.data.order import kept, plant
+from elastic.data.sample_order import kept, plant
 
 
 class SeededDataset(Dataset[Any]):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from elastic.data.order import kept, sequential, shuffled
+from elastic.data.sample_order import kept, sequential, shuffled
 from elastic.errors import Invalid
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from elastic.collectives import agreement
+from elastic.collectives import raise_together
 from elastic.data.seeds import seed_of
 from elastic.errors import CollectiveFailed, GradientsDiffer, Invalid
 from elastic.exact import faulty_state, generators, verification
@@ -369,7 +369,7 @@ class Verifier:
     def _raise_together(self, error: Exception) -> NoReturn:
         runtime = lifecycle.current()
         with runtime.guard(WAIT):
-            agreement.raise_together(runtime.group(PURPOSE, torch.device("cpu")), error)
+            raise_together.raise_together(runtime.group(PURPOSE, torch.device("cpu")), error)
         raise AssertionError("unreachable")
 
     def _exchange(self, row: Sequence[int]) -> list[list[int]]:

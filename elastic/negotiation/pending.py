@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic.collectives.algorithms import exchanges, reductions
+from elastic.collectives.algorithms import broadcast_allgather_alltoall, reductions
 from elastic.collectives.algorithms.reductions import Started
 from elastic.collectives.interface import Collectives, Op, Work
 from elastic.errors import CollectiveFailed, PeerLost
@@ -177,13 +177,15 @@ class Pending:
         """Start the collective without fusion. This method is not used for an allreduce, which may share a buffer."""
         match self.kind:
             case "allgather":
-                return exchanges.allgather(group, self.tensors, response.rows)
+                return broadcast_allgather_alltoall.allgather(group, self.tensors, response.rows)
             case "alltoall":
-                return exchanges.alltoall(group, self.tensors[0], response.rows)
+                return broadcast_allgather_alltoall.alltoall(group, self.tensors[0], response.rows)
             case "broadcast":
                 root = self.members.index(self.root) if self.members else self.root
                 root = root if group.size > 1 else 0
-                return exchanges.broadcast(group, self.tensors[0], root, self.into is not None)
+                return broadcast_allgather_alltoall.broadcast(
+                    group, self.tensors[0], root, self.into is not None
+                )
         parts = [
             reductions.reducescatter(group, tensor, Op(self.op), *self.scales)
             for tensor in self.tensors

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from elastic.collectives import own_gpu
-from elastic.collectives.distant_group import DistantGroup, Wait
 from elastic.collectives.groups.group_factory import MESSAGES
 from elastic.collectives.interface import Collectives
-from elastic.collectives.local import LocalCollectives
+from elastic.collectives.single_rank import LocalCollectives
+from elastic.collectives.store_group import DistantGroup, Wait
 from elastic.errors import CollectiveFailed, Differing, PeerLost
 from elastic.monitoring import user_line
 from elastic.negotiation.engine import Engine

@@ -19,7 +19,7 @@ from typing import cast
 import msgspec
 import torch
 
-from elastic.collectives import threads
+from elastic.collectives import threads_at_exit
 from elastic.collectives.groups import group_factory
 from elastic.collectives.groups.group_factory import Abortable, ConnectingGroup
 from elastic.collectives.interface import Collectives, DeviceCollectives
@@ -71,7 +71,7 @@ class DeferredCloser:
 
     def close_later(self, close: Callable[[], None]) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threads.begin("elastic-close", self._work)
+            self._thread = threads_at_exit.begin("elastic-close", self._work)
         self._queue.put(close)
 
     def _work(self) -> None:
@@ -216,7 +216,7 @@ class Groups:
 
     def form_ahead(self, key: GroupKey, generation: int, place: Place) -> None:
         """Start a thread that takes part in creating this group. This method does not wait."""
-        threads.begin("elastic-ahead", self._form_ahead, key, generation, place)
+        threads_at_exit.begin("elastic-ahead", self._form_ahead, key, generation, place)
 
     def _form_ahead(self, key: GroupKey, generation: int, place: Place) -> None:
         made = self._made
@@ -370,7 +370,7 @@ class Groups:
             self._cut_with(generation, connecting)
             group = connecting.connect()
             if _is_on_gpus(key) and self._env.driver is None and self._watching is None:
-                self._watching = threads.begin("elastic-watch", self._watch)
+                self._watching = threads_at_exit.begin("elastic-watch", self._watch)
             return group
         except BaseException:
             if _is_on_gpus(key):
@@ -529,7 +529,7 @@ class Groups:
         for each in self._unmade:
             each.close(max(0.0, until - time.monotonic()))
         if not all(each.freed(0.0) for each in (*self._unmade, *self._buried, *self._unconnected)):
-            threads.leave_behind(CLOSE_S)
+            threads_at_exit.leave_behind(CLOSE_S)
         if self._listener is not None:
             self._listener.close()
         self._take_ahead(None)
@@ -541,7 +541,7 @@ class Groups:
         """
         engine = self._engine
         # Stop the engine first, because its work may start a thread.
-        return (engine is None or engine.rest(timeout_s)) and threads.finish(timeout_s)
+        return (engine is None or engine.rest(timeout_s)) and threads_at_exit.finish(timeout_s)
 
     def close_in_forked_child(self) -> None:
         """Close the sockets that a forked child has inherited. This method is called in the child."""

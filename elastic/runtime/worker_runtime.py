@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic.collectives.distant_group import DistantGroup
 from elastic.collectives.interface import Collectives
+from elastic.collectives.store_group import DistantGroup
 from elastic.monitoring.reporting import Reporting
 from elastic.monitoring.tracing import TraceSession, TracingThroughDriver, TracingToFile
 from elastic.negotiation.engine import Engine

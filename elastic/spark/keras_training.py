@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic.data.positions import SamplePartition
+from elastic.data.sample_partition import SamplePartition
 from elastic.spark.parquet import ParquetData
 
 

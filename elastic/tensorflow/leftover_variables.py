@@ -15,7 +15,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from elastic.collectives import threads
+from elastic.collectives import threads_at_exit
 
 FINISH_S = 20.0
 
@@ -62,7 +62,7 @@ def finish(timeout_s: float = FINISH_S) -> None:
     if _thread is not None:
         _thread.join(timeout_s)
         if _thread.is_alive():
-            threads.leave_behind(timeout_s)
+            threads_at_exit.leave_behind(timeout_s)
 
 
 def iterator_of(epoch_iterator: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from elastic.collectives.interface import Op, Work
-from elastic.collectives.local import LocalCollectives
+from elastic.collectives.single_rank import LocalCollectives
 
 
 class MirrorCollectives(LocalCollectives):

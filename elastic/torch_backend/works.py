@@ -21,7 +21,7 @@ from msgspec import structs
 from torch import distributed
 from torch.autograd import Variable
 
-from elastic.collectives import threads
+from elastic.collectives import threads_at_exit
 from elastic.collectives.interface import ReportsMissingRanks, StreamOrdered, Work
 from elastic.errors import CollectiveFailed, TensorMismatch
 from elastic.protocol import calls
@@ -350,7 +350,7 @@ class Futures:
                 self._pending.clear()  # works of an earlier world, whose outcome is irrelevant
             self._pending.append((due, work))
             if self._thread is None:
-                self._thread = threads.begin("elastic-futures", self._serve)
+                self._thread = threads_at_exit.begin("elastic-futures", self._serve)
             elif not grace:
                 self._changed.notify()
 
@@ -384,7 +384,7 @@ class Futures:
                 self._owner.broke(error, work.generation)
             except TensorMismatch:
                 pass  # stored in the work, whose future raises it
-            except threads.ProcessExiting:
+            except threads_at_exit.ProcessExiting:
                 return
             del work
 

@@ -19,9 +19,9 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, 
 from torch.utils.data import DataLoader as TorchLoader
 
 from elastic.data import DataLoader, ShardedFiles, from_torch
-from elastic.data.positions import Position, SamplePartition
-from elastic.data.progress import DataProgress
-from elastic.data.sources import Loaded, Source
+from elastic.data.committed_batches import DataProgress
+from elastic.data.sample_partition import Position, SamplePartition
+from elastic.data.sample_sources import Loaded, Source
 from elastic.protocol.messages import Place
 from elastic.runtime import lifecycle
 from elastic.state import TorchState

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from elastic.collectives.interface import Collectives, Op, Work
-from elastic.collectives.local import LocalCollectives
+from elastic.collectives.single_rank import LocalCollectives
 from elastic.data import DataLoader
-from elastic.data.order import shuffled
-from elastic.data.positions import Position, SamplePartition
+from elastic.data.sample_order import shuffled
+from elastic.data.sample_partition import Position, SamplePartition
 from elastic.data.seeds import seed_of
 from elastic.errors import CollectiveFailed, PeerLost
 from elastic.exact import load_balancing

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from elastic.collectives.interface import Op
-from elastic.collectives.local import LocalCollectives
+from elastic.collectives.single_rank import LocalCollectives
 from elastic.errors import CollectiveFailed, PeerLost
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.protocol import messages

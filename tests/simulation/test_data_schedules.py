@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from elastic.data import order
+from elastic.data import sample_order
 from elastic.data.batch_gradients import BatchGradients
+from elastic.data.committed_batches import DataProgress
 from elastic.data.loader import DataLoader
-from elastic.data.order import EpochOrder
-from elastic.data.positions import Position, SamplePartition
-from elastic.data.progress import DataProgress
-from elastic.data.sources import IndexedSource, Loaded
+from elastic.data.sample_order import EpochOrder
+from elastic.data.sample_partition import Position, SamplePartition
+from elastic.data.sample_sources import IndexedSource, Loaded
 from elastic.runtime import lifecycle
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from harness.data_job import DataJob, SetAttr, drawn, position_by_rank
@@ -100,12 +100,12 @@ def last_round_repeated(setattr: SetAttr) -> None:
 
 
 def order_by_world(setattr: SetAttr) -> None:
-    def shuffled(length: int, seed: int, epoch: int, real: Any = order.shuffled) -> Any:
+    def shuffled(length: int, seed: int, epoch: int, real: Any = sample_order.shuffled) -> Any:
         found = lifecycle.position()
         assert found is not None
         return real(length, seed + found[0].size, epoch)
 
-    setattr(order, "shuffled", shuffled)
+    setattr(sample_order, "shuffled", shuffled)
 
 
 def stale_order(setattr: SetAttr) -> None:

@@ -11,7 +11,7 @@ import pytest
 LONG_S = 30.0
 STUCK = """
     import atexit, ctypes, sys, threading
-    from elastic.collectives import threads
+    from elastic.collectives import threads_at_exit as threads
 
     libc = ctypes.CDLL(None)
     threads.begin("stuck", libc.pause)

@@ -35,10 +35,10 @@ import msgspec
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from elastic.collectives import dtypes_and_ops, threads
-from elastic.collectives.gloo import first_exchange, sockets, thread_activity
-from elastic.collectives.gloo.first_exchange import CollectiveKind, FirstExchange, Header, Places
-from elastic.collectives.gloo.messages import GlooMessages, ReceivedMessage, SentMessage
+from elastic.collectives import dtypes_and_ops, threads_at_exit
+from elastic.collectives.gloo import call_header, sockets, thread_activity
+from elastic.collectives.gloo.call_header import CollectiveKind, FirstExchange, Header, Places
+from elastic.collectives.gloo.point_to_point import GlooMessages, ReceivedMessage, SentMessage
 from elastic.collectives.gloo.sockets import Endpoint
 from elastic.collectives.interface import Op, Work
 from elastic.collectives.torch_group import REDUCE, as_bytes
@@ -142,7 +142,7 @@ class GlooCollectives:
             CollectiveFailed: a rank is late or lost, or `abort` was called.
         """
         self._payload, self._on_payloads, self._key = payload, on_payloads, purpose
-        threads.begin("elastic-gloo", self._build, store, purpose, bind_host)
+        threads_at_exit.begin("elastic-gloo", self._build, store, purpose, bind_host)
         # The exchange and the connections have separate deadlines. This deadline covers the remaining steps.
         longest_s = self._collective_timeout_s + self._timeout_s + 1.0
         if not self._built.wait(longest_s):
@@ -212,7 +212,7 @@ class GlooCollectives:
         dtypes_and_ops.check(tensor, op)
         carried, then = dtypes_and_ops.carried(tensor, op, scale, divisor)
         dtype = dtypes_and_ops.DTYPES[tensor.dtype]
-        called = first_exchange.header(CollectiveKind.ALLREDUCE, carried.nbytes, dtype=dtype, op=op)
+        called = call_header.header(CollectiveKind.ALLREDUCE, carried.nbytes, dtype=dtype, op=op)
         if not self._first_exchange.fits(carried.nbytes):
             options = c10d.AllreduceOptions()
             options.reduceOp = REDUCE[op]  # type: ignore[assignment]
@@ -231,7 +231,7 @@ class GlooCollectives:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         flat = as_bytes(tensor)
-        called = first_exchange.header(CollectiveKind.BROADCAST, flat.numel(), root=root)
+        called = call_header.header(CollectiveKind.BROADCAST, flat.numel(), root=root)
         if not self._first_exchange.fits(flat.numel()):
             options = c10d.BroadcastOptions()
             options.rootRank = root
@@ -243,7 +243,7 @@ class GlooCollectives:
 
     def allgather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
         flat = as_bytes(tensor)
-        called = first_exchange.header(CollectiveKind.ALLGATHER, flat.numel())
+        called = call_header.header(CollectiveKind.ALLGATHER, flat.numel())
         places = [as_bytes(each) for each in outputs]
         if not self._first_exchange.fits(flat.numel()):
             return self._call(called, second=("allgather", [places], [flat]))
@@ -258,17 +258,17 @@ class GlooCollectives:
         self, output: torch.Tensor, tensor: torch.Tensor, received: list[int], sent: list[int]
     ) -> Work:
         row = math.prod(tensor.shape[1:]) * tensor.element_size()
-        called = first_exchange.header(CollectiveKind.ALLTOALL, row)
+        called = call_header.header(CollectiveKind.ALLTOALL, row)
         nbytes = [rows * row for rows in received], [rows * row for rows in sent]
         return self._call(
             called,
-            first_exchange.splits(sent, received),
-            compare=first_exchange.splits_agree,
+            call_header.splits(sent, received),
+            compare=call_header.splits_agree,
             second=("alltoall_base", as_bytes(output), as_bytes(tensor), *nbytes),
         )
 
     def barrier(self) -> Work:
-        return self._call(first_exchange.header(CollectiveKind.BARRIER))
+        return self._call(call_header.header(CollectiveKind.BARRIER))
 
     # ---- point-to-point messages, unordered relative to collectives --------------------------------------------------
 
@@ -329,7 +329,7 @@ class GlooCollectives:
             self._begin_next()
             if self._queue and not self._following:
                 self._following = True
-                threads.begin("elastic-gloo-second", self._follow)
+                threads_at_exit.begin("elastic-gloo-second", self._follow)
         return work
 
     def _follow(self) -> None:
@@ -349,8 +349,8 @@ class GlooCollectives:
                 # failure.
                 with contextlib.suppress(RuntimeError):
                     first.wait(_SLICE)
-                threads.leave_if_ending()
-        except (CollectiveFailed, threads.ProcessExiting):
+                threads_at_exit.leave_if_ending()
+        except (CollectiveFailed, threads_at_exit.ProcessExiting):
             return
 
     def _begin_next(self) -> None:

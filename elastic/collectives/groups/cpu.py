@@ -19,11 +19,11 @@ from elastic.collectives.gloo.process_group import GlooCollectives
 from elastic.collectives.hierarchical.plan import Topology
 from elastic.collectives.hierarchical.process_group import HierarchicalCollectives
 from elastic.collectives.interface import Collectives
-from elastic.collectives.local import LocalCollectives
 from elastic.collectives.shared_memory import native_library, peer_memory
-from elastic.collectives.shared_memory.exchange import MemoryOffer
+from elastic.collectives.shared_memory.memory_offers import MemoryOffer
 from elastic.collectives.shared_memory.peer_memory import PeerMemoryUnavailable
 from elastic.collectives.shared_memory.process_group import SharedCollectives
+from elastic.collectives.single_rank import LocalCollectives
 from elastic.errors import CollectiveFailed
 from elastic.rendezvous.store import Call, Store
 

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from elastic.collectives.interface import Collectives
-from elastic.collectives.local import LocalCollectives
+from elastic.collectives.single_rank import LocalCollectives
 from elastic.rendezvous.store import Store, StoreListener, listen
 
 # device type that selects a group for point-to-point messages, a `Messenger`

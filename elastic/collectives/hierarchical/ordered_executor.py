@@ -10,7 +10,7 @@ import collections
 import threading
 from collections.abc import Callable
 
-from elastic.collectives import threads
+from elastic.collectives import threads_at_exit
 from elastic.errors import CollectiveFailed
 
 _LINGER_S = 0.05
@@ -50,7 +50,7 @@ class OrderedExecutor:
                 self._changed.notify_all()
             else:
                 self._running = True
-                threads.begin(self._name, self._work)
+                threads_at_exit.begin(self._name, self._work)
         return work
 
     def stop(self, failure: CollectiveFailed) -> None:
@@ -78,7 +78,7 @@ class OrderedExecutor:
         try:
             while (work := self._next()) is not None:
                 self._carry_out(work)
-        except threads.ProcessExiting:
+        except threads_at_exit.ProcessExiting:
             with self._changed:
                 self._running = False
                 self._changed.notify_all()
@@ -97,7 +97,7 @@ class OrderedExecutor:
             if self.failure is not None:
                 raise self.failure.again()
             work.run()
-        except threads.ProcessExiting:
+        except threads_at_exit.ProcessExiting:
             raise
         # Any exception must end the waits for this work, in threads of this process and on other ranks.
         except BaseException as error:

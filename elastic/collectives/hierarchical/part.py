@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from elastic.collectives import threads
+from elastic.collectives import threads_at_exit
 from elastic.collectives.interface import Collectives, Work
 
 _SLICE_S = 0.02  # interval in seconds between two checks for the exit of the process
@@ -29,11 +29,11 @@ class GroupPart:
         return start(*arguments)
 
     def finish(self, work: Work) -> None:
-        """Wait until the result is in place. Raises `threads.ProcessExiting` when the process exits."""
+        """Wait until the result is in place. Raises `threads_at_exit.ProcessExiting` when the process exits."""
         for turn in itertools.count(1):
             if work.within(_SLICE_S):
                 break
-            threads.leave_if_ending()
+            threads_at_exit.leave_if_ending()
             if self._look is not None and turn % _LOOK_EVERY == 0:
                 self._look()
         work.wait()

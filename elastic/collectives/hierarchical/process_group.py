@@ -33,8 +33,8 @@ from elastic.collectives.hierarchical.part import GroupPart
 from elastic.collectives.hierarchical.plan import Topology
 from elastic.collectives.hierarchical.steps import Halves, Scale, Steps
 from elastic.collectives.interface import Collectives, Op, Work
-from elastic.collectives.local import LocalCollectives
 from elastic.collectives.shared_memory import arena
+from elastic.collectives.single_rank import LocalCollectives
 from elastic.collectives.torch_group import as_bytes
 from elastic.errors import CollectiveFailed
 from elastic.rendezvous.store import Store

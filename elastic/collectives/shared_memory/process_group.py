@@ -25,9 +25,9 @@ from elastic.collectives import message_types
 from elastic.collectives.dtypes_and_ops import DTYPES, check
 from elastic.collectives.interface import Op, Work
 from elastic.collectives.message_types import TensorType
-from elastic.collectives.shared_memory import messages
-from elastic.collectives.shared_memory.messages import SharedMessage
+from elastic.collectives.shared_memory import point_to_point
 from elastic.collectives.shared_memory.native_library import Library, NativeOptions
+from elastic.collectives.shared_memory.point_to_point import SharedMessage
 from elastic.errors import CollectiveFailed, Differing, TensorMismatch
 
 # maximum time in seconds of one native call, after which Python can handle signals
@@ -279,7 +279,7 @@ class SharedCollectives:
 
     def monitored_barrier(self, timeout_s: float, wait_all_ranks: bool) -> None:
         """Block until rank 0 has received a message from each other rank. See `Messenger.monitored_barrier`."""
-        messages.monitored_barrier(self, timeout_s, wait_all_ranks)
+        point_to_point.monitored_barrier(self, timeout_s, wait_all_ranks)
 
     def _post(
         self, call: Callable[..., int], tensor: torch.Tensor, peer: int | None, tag: int

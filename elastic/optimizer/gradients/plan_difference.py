@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from elastic.collectives import agreement
+from elastic.collectives import raise_together
 from elastic.collectives.interface import Collectives, Op
 from elastic.context import Context
 from elastic.errors import CollectiveFailed, StateMismatch
@@ -56,7 +56,7 @@ def find(
     other = None if int(lowest) == _NOBODY else -int(lowest)
     other_lines = lines if other is None else _share(group, device, other, own)
     # Wait until all ranks have the result: callers then raise an error and leave the group.
-    agreement.wait_for_all(group)
+    raise_together.wait_for_all(group)
     return PlanDifference(first, other, lines, other_lines)
 
 

@@ -21,7 +21,7 @@ import torch
 
 from elastic import failpoints
 from elastic.api.compression import Compression
-from elastic.collectives import agreement
+from elastic.collectives import raise_together
 from elastic.collectives.interface import Collectives, Op, SumsTrees, Work
 from elastic.context import Context
 from elastic.errors import CollectiveFailed, Interrupted, Invalid, StateMismatch
@@ -473,7 +473,7 @@ class ShardReducer:
                     f"the optimizers of rank 0 and rank {differs[0]} have different parameters or Shards: pass"
                     " DistributedOptimizer the same ones, in the same order, on every rank"
                 )
-                agreement.raise_together(group, error)
+                raise_together.raise_together(group, error)
             others = [str(rank) for rank, row in enumerate(found) if row[1] != found[0][1]]
             if others:
                 self._computes_differently(world, group, f"rank {', '.join(others)}")
@@ -512,7 +512,7 @@ class ShardReducer:
                 f"{differs}; this is rank {world.place.rank}: {', '.join(self.shards.arithmetic[:6])}. Make them"
                 " the same, set ELASTIC_ALLOW_INEXACT=1, or pass exact=False to Shards"
             )
-            agreement.raise_together(group, error)
+            raise_together.raise_together(group, error)
         if world.place.rank == 0:
             self.shards.computes_differently(differs)
         elif self.shards.inexact_since is None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elastic.collectives import threads
+from elastic.collectives import threads_at_exit
 from elastic.state.snapshots import pinned
 from elastic.state.snapshots.pinned import DeviceStaging, Pair, PinnedCopy
 from elastic.torch_backend import compile_exclusion
@@ -85,7 +85,7 @@ class BackgroundCopy:
         """
         if self._valid is None:
             while not self._ordered.wait(_LOOK_S):
-                threads.leave_if_ending()
+                threads_at_exit.leave_if_ending()
             self._transit.wait()
             # The copies are compared, and not the tensors after the copy: a script may have written to the tensors and
             # then restored them, as in an evaluation with averaged weights.

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import torch
 
-from elastic.collectives import agreement, object_exchange, threads
+from elastic.collectives import object_exchange, raise_together, threads_at_exit
 from elastic.collectives.interface import Collectives, Op
 from elastic.collectives.shared_memory.peer_memory import PeerMemoryUnavailable
 from elastic.errors import CollectiveFailed, ShardLost, StateMismatch
@@ -481,7 +481,7 @@ class ShardedCommits:
                 "the sharded tensors that this rank commits, or its number of commits, differ from those of rank"
                 f" {other}: step the same optimizers and call commit() equally often on all ranks"
             )
-            agreement.raise_together(group, error)
+            raise_together.raise_together(group, error)
         for shard, column in enumerate(replicas):
             differs = [rank for rank in column if found[rank][4] != found[column[0]][4]]
             if differs:
@@ -489,7 +489,7 @@ class ShardedCommits:
                     f"ranks {column[0]} and {differs[0]} hold different values of shard {shard}: use the same hardware"
                     " and library versions on all hosts, and change parameters and learning rates on all ranks alike"
                 )
-                agreement.raise_together(group, error)
+                raise_together.raise_together(group, error)
         return any(each[5] for each in found)
 
     def _mirror(
@@ -889,7 +889,7 @@ class _Mirroring:
         self.copied = False  # whether this rank's copy is valid
         self._found: tuple[bool, list[Transfer], int] = False, [], 0
         self._error: BaseException | None = None
-        self._thread = threads.begin("elastic-mirror", self._work)
+        self._thread = threads_at_exit.begin("elastic-mirror", self._work)
 
     def _work(self) -> None:
         try:

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 
 from elastic.collectives import object_exchange, own_gpu
-from elastic.collectives.distant_group import DistantGroup
 from elastic.collectives.interface import Collectives, Op, Work
+from elastic.collectives.store_group import DistantGroup
 from elastic.errors import Interrupted, Invalid, StateMismatch
 from elastic.failpoints import failpoint
 from elastic.state.handlers.python_values import dumps, loads

@@ -24,7 +24,7 @@ os.environ |= {
 import torch  # noqa: E402
 from torch.testing._internal.distributed import distributed_test  # noqa: E402
 
-from elastic.collectives import local  # noqa: E402, F401
+from elastic.collectives import single_rank  # noqa: E402, F401
 
 # So that the ranks need not import them.
 from elastic.collectives.groups import group_factory  # noqa: E402, F401

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.collectives.gloo.messages import INLINE_BYTES
+from elastic.collectives.gloo.point_to_point import INLINE_BYTES
 from elastic.collectives.shared_memory import native_library
 from elastic.errors import Invalid, TensorMismatch
 from harness.groups import World

@@ -394,7 +394,7 @@ def test_wait_for_a_rank_that_does_not_report_its_mapping_can_be_aborted(store):
     """Memory is mapped and the group's thread runs by then."""
     attempt = Attempt(store)
     assert native_library.load() is not None
-    from elastic.collectives.shared_memory.exchange import MemoryOffer
+    from elastic.collectives.shared_memory.memory_offers import MemoryOffer
 
     offer = MemoryOffer(2, True, native_library.load(), "")
     try:
@@ -426,7 +426,7 @@ def lose_rank_1(rank: int, size: int, address: Address) -> str:
         return ""
     store = ranks.open_store(rank, address, timeout_s=0.5)
     if rank == 1:
-        from elastic.collectives.shared_memory.exchange import MemoryOffer
+        from elastic.collectives.shared_memory.memory_offers import MemoryOffer
 
         offer = MemoryOffer(2, True, native_library.load(), "")
         store.exchange(meeting("named", "cpu", 2), 1, 2, msgspec.msgpack.encode(offer.row))

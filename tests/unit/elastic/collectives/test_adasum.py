@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic.collectives.algorithms import adasum
-from elastic.collectives.local import LocalCollectives
+from elastic.collectives.single_rank import LocalCollectives
 from elastic.errors import CollectiveFailed, Invalid
 from harness.adasum import adasum_of
 from harness.fakes import collectives as fake

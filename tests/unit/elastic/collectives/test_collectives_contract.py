@@ -6,7 +6,7 @@ import torch
 
 from elastic.collectives.groups import group_factory
 from elastic.collectives.interface import Collectives, Op
-from elastic.collectives.local import LocalCollectives
+from elastic.collectives.single_rank import LocalCollectives
 from elastic.errors import CollectiveFailed
 from harness import groups
 from harness.collectives_contract import CollectivesContract

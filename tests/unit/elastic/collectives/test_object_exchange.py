@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.collectives import distant_group, object_exchange
-from elastic.collectives.distant_group import DistantGroup, Wait
+from elastic.collectives import object_exchange, store_group
 from elastic.collectives.interface import Op
+from elastic.collectives.store_group import DistantGroup, Wait
 
 
 class Done:
@@ -42,7 +42,7 @@ class ThreadsGroup:
         return Done()
 
     def start(self, blob: bytes) -> Wait:
-        padded = torch.zeros(distant_group.LIMIT + 9, dtype=torch.uint8)
+        padded = torch.zeros(store_group.LIMIT + 9, dtype=torch.uint8)
         padded[:8].view(torch.int64)[0] = len(blob)
         padded[8 : 8 + len(blob)] = torch.tensor(list(blob), dtype=torch.uint8)
         parts = [bytes(each.numpy()) for each in self._exchange(padded)]
@@ -100,7 +100,7 @@ def test_distant_ranks_exchange_short_values_without_being_connected():
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_distant_ranks_are_connected_for_a_long_value(more):
-    value = b"x" * (distant_group.LIMIT + more)
+    value = b"x" * (store_group.LIMIT + more)
     formed = []
 
     def run(rank: int, threads: ThreadsGroup) -> Any:
@@ -141,7 +141,7 @@ def test_flags_of_distant_ranks_are_sent_as_bits(count):
 
 
 def test_distant_ranks_are_connected_for_many_flags():
-    count = distant_group.LIMIT * 8 // 3 + 8
+    count = store_group.LIMIT * 8 // 3 + 8
     formed = []
 
     def run(rank: int, threads: ThreadsGroup) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from elastic.collectives.algorithms import reductions
 from elastic.collectives.interface import ALONE_BYTES, Op, ReducesInto
-from elastic.collectives.local import LocalCollectives
+from elastic.collectives.single_rank import LocalCollectives
 
 
 def watched():

@@ -9,7 +9,7 @@ from unittest.mock import create_autospec
 import pytest
 from torch.distributed import ProcessGroupGloo, Work
 
-from elastic.collectives.gloo.first_exchange import CollectiveKind, Places, header
+from elastic.collectives.gloo.call_header import CollectiveKind, Places, header
 from elastic.collectives.gloo.process_group import GlooCollectives, GlooWork
 from elastic.collectives.nccl import NcclCollectives, NcclWork
 

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, WeightedRandom
 
 import elastic
 from elastic.data import DataLoader, ElasticSampler, ShardedFiles, from_torch
-from elastic.data.positions import Position
+from elastic.data.sample_partition import Position
 from elastic.errors import Invalid, NotInitialized
 from elastic.protocol.messages import Place
 from elastic.rendezvous import worker_settings

@@ -11,7 +11,7 @@ import torch
 
 import elastic
 from elastic import context
-from elastic.collectives.distant_group import DistantGroup
+from elastic.collectives.store_group import DistantGroup
 from elastic.diloco import diloco as diloco_module
 from elastic.errors import Invalid
 from elastic.negotiation import submission

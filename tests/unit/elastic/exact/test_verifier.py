@@ -10,7 +10,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
-from elastic.collectives import agreement
+from elastic.collectives import raise_together
 from elastic.data import DataLoader, optimizer_steps
 from elastic.errors import GradientsDiffer, Invalid, PeerLost
 from elastic.exact import verification
@@ -146,12 +146,12 @@ def test_training_when_a_rank_is_named_then_all_ranks_know_before_any_leaves(ran
     """A rank that leaves a group breaks collectives of the others."""
     waited = []
 
-    def wait(group: Any, real: Any = agreement.wait_for_all) -> None:
+    def wait(group: Any, real: Any = raise_together.wait_for_all) -> None:
         world: Any = lifecycle.current()
         waited.append((world.place.rank, len(world.miscomputed)))
         real(group)
 
-    monkeypatch.setattr(agreement, "wait_for_all", wait)
+    monkeypatch.setattr(raise_together, "wait_for_all", wait)
     named(ranks, 4, 1.0, lambda rank, step, *_: rank == 1 and step > 2)
     assert sorted(waited) == [(rank, 1) for rank in range(4)]
 

@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from elastic.collectives.local import LocalCollectives
+from elastic.collectives.single_rank import LocalCollectives
 from elastic.negotiation.engine import Engine
 from elastic.negotiation.pending import Pending
 from elastic.protocol.messages import Address, Place

@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 import torch
 
-from elastic.collectives.local import LocalCollectives
+from elastic.collectives.single_rank import LocalCollectives
 from elastic.errors import Invalid, NotInitialized
 from elastic.negotiation import process_sets, submission
 from elastic.negotiation.process_sets import (

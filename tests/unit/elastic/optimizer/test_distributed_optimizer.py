@@ -13,7 +13,7 @@ import torch
 
 from elastic.api.compression import Compression
 from elastic.collectives.interface import Op
-from elastic.collectives.local import LocalCollectives
+from elastic.collectives.single_rank import LocalCollectives
 from elastic.errors import Invalid, NotInitialized, PeerLost, StateMismatch
 from elastic.negotiation.process_sets import ProcessSet
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer

@@ -9,9 +9,9 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from elastic.collectives import threads
-from elastic.collectives.distant_group import DistantGroup
+from elastic.collectives import threads_at_exit
 from elastic.collectives.groups import group_factory
+from elastic.collectives.store_group import DistantGroup
 from elastic.protocol.messages import STATE, Place
 from elastic.rendezvous import worker_settings
 from elastic.rendezvous.store import Store
@@ -45,12 +45,12 @@ def test_values_of_a_copy_have_other_keys_than_the_group_that_connects(ranks):
 
 
 def test_exchange_in_the_background_does_not_delay_the_exit(monkeypatch):
-    monkeypatch.setattr(threads, "_begun", set())
+    monkeypatch.setattr(threads_at_exit, "_begun", set())
     ends = threading.Event()
     store = create_autospec(Store, instance=True)
     store.exchange.side_effect = lambda *_: [b"x"] if ends.wait(10.0) else []
     exchange = StoreExchange(store, "islands", 0, 2, b"x", 10.0)
-    assert threads.finish(0.0)
+    assert threads_at_exit.finish(0.0)
     ends.set()
     assert exchange.wait() == [b"x"]
 

@@ -12,10 +12,10 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from elastic import run
-from elastic.collectives import nccl, threads
+from elastic.collectives import nccl, threads_at_exit
 from elastic.collectives.gloo.process_group import GlooCollectives
-from elastic.collectives.local import LocalCollectives
 from elastic.collectives.nccl import NcclCollectives, NcclWork
+from elastic.collectives.single_rank import LocalCollectives
 from elastic.errors import DeviceLost, PeerLost
 from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
@@ -120,8 +120,8 @@ def test_unconnected_communicators_are_awaited_only_above_a_limit(gpu):
 
 
 def test_groups_get_two_seconds_at_exit_and_stuck_ones_are_left_behind(gpu, monkeypatch):
-    left = create_autospec(threads.leave_behind)
-    monkeypatch.setattr(threads, "leave_behind", left)
+    left = create_autospec(threads_at_exit.leave_behind)
+    monkeypatch.setattr(threads_at_exit, "leave_behind", left)
     stuck = create_autospec(NcclCollectives, instance=True)
     stuck.freed.return_value = False
     gpu.groups._made = {("named", "cuda", (0, 1)): stuck}

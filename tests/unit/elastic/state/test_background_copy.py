@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from elastic.collectives import threads
+from elastic.collectives import threads_at_exit
 from elastic.errors import DeviceLost
 from elastic.state.fully_sharded import background_copy
 from elastic.state.fully_sharded.background_copy import BackgroundCopy
@@ -110,8 +110,8 @@ def test_thread_that_waits_for_a_copy_waits_for_the_step_as_well(tensors, no_roo
 
 def test_thread_that_waits_at_the_exit_of_the_process_ends(tensors, no_room, monkeypatch):
     copy, _ = begin(tensors)
-    monkeypatch.setattr(threads, "_leave_at", 0.0)
-    with pytest.raises(threads.ProcessExiting):
+    monkeypatch.setattr(threads_at_exit, "_leave_at", 0.0)
+    with pytest.raises(threads_at_exit.ProcessExiting):
         copy.finish()
     step()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic.collectives.local import LocalCollectives
+from elastic.collectives.single_rank import LocalCollectives
 from elastic.torch_backend import collective_calls
 from elastic.torch_backend.collective_calls import CollectiveCall
 

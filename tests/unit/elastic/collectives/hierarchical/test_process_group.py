@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from elastic.collectives import threads
+from elastic.collectives import threads_at_exit
 from elastic.collectives.hierarchical import steps
 from elastic.collectives.hierarchical.plan import Topology
 from elastic.collectives.hierarchical.process_group import HierarchicalCollectives
 from elastic.collectives.interface import Collectives, Op, Work
-from elastic.collectives.local import LocalCollectives
 from elastic.collectives.shared_memory import arena
+from elastic.collectives.single_rank import LocalCollectives
 from elastic.errors import CollectiveFailed
 from harness.collectives_contract import FLOATS, LONGEST, CollectivesContract, small
 from harness.fakes import collectives as fake
@@ -254,9 +254,9 @@ def test_thread_finish_returns_in_time_despite_a_stuck_collective():
     world = world_of([0, 1], [2, 3])
     for work in [group.barrier() for group in world]:
         work.wait()
-    assert threads.finish(5.0)
+    assert threads_at_exit.finish(5.0)
     stuck = world[0].barrier()
-    assert threads.finish(0.3)
+    assert threads_at_exit.finish(0.3)
     assert not stuck.done()
 
 

@@ -6,7 +6,7 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from elastic.collectives.shared_memory.messages import (
+from elastic.collectives.shared_memory.point_to_point import (
     MessageGroup,
     SharedMessage,
     monitored_barrier,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic.api.compression import Compression
-from elastic.collectives import local
+from elastic.collectives import single_rank
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import arena
 from elastic.optimizer import join
@@ -84,7 +84,7 @@ def test_large_gradient_of_any_layout_is_copied_into_its_bucket(gradient, layout
     assert parameter.grad is not gradient
     assert torch.equal(parameter.grad, gradient)
     assert torch.equal(bucket._wires[0], gradient)
-    bucket.launch(local.LocalCollectives(), Op.SUM)
+    bucket.launch(single_rank.LocalCollectives(), Op.SUM)
     assert bucket.finish() is None
     assert torch.equal(parameter.grad, gradient)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.data.positions import Position
-from elastic.data.progress import DataProgress
+from elastic.data.committed_batches import DataProgress
+from elastic.data.sample_partition import Position
 from elastic.errors import Invalid
 from harness.golden import raises
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic.collectives.gloo import first_exchange
-from elastic.collectives.gloo.first_exchange import (
+from elastic.collectives.gloo import call_header
+from elastic.collectives.gloo.call_header import (
     DIRECT_BYTES,
     DIRECT_RANKS,
     CollectiveKind,
@@ -15,7 +15,7 @@ from elastic.collectives.gloo.first_exchange import (
     Places,
 )
 
-SUM = first_exchange.header(CollectiveKind.ALLREDUCE, 8, dtype=1, op=1)
+SUM = call_header.header(CollectiveKind.ALLREDUCE, 8, dtype=1, op=1)
 
 
 def exchanged(calls: list[tuple[Header, torch.Tensor | None]]) -> list[Places]:
@@ -41,19 +41,19 @@ def test_first_exchange_fits_up_to_a_limit_of_bytes_and_ranks():
 
 @pytest.mark.parametrize("size", [2, 3, DIRECT_RANKS + 1])
 def test_equal_calls_agree(size):
-    header = first_exchange.header(CollectiveKind.BARRIER)
+    header = call_header.header(CollectiveKind.BARRIER)
     assert all(places.agree(header) for places in exchanged([(header, None)] * size))
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        first_exchange.header(CollectiveKind.BROADCAST, 8),
-        first_exchange.header(CollectiveKind.ALLREDUCE, 4, dtype=1, op=1),
-        first_exchange.header(CollectiveKind.ALLREDUCE, 1 << 40, dtype=1, op=1),
-        first_exchange.header(CollectiveKind.ALLREDUCE, 8, dtype=2, op=1),
-        first_exchange.header(CollectiveKind.ALLREDUCE, 8, dtype=1, op=3),
-        first_exchange.header(CollectiveKind.BARRIER),
+        call_header.header(CollectiveKind.BROADCAST, 8),
+        call_header.header(CollectiveKind.ALLREDUCE, 4, dtype=1, op=1),
+        call_header.header(CollectiveKind.ALLREDUCE, 1 << 40, dtype=1, op=1),
+        call_header.header(CollectiveKind.ALLREDUCE, 8, dtype=2, op=1),
+        call_header.header(CollectiveKind.ALLREDUCE, 8, dtype=1, op=3),
+        call_header.header(CollectiveKind.BARRIER),
     ],
 )
 @pytest.mark.parametrize("who", [0, 1, 2])
@@ -85,15 +85,15 @@ def test_buffers_of_the_first_exchange_are_reused():
 
 @pytest.mark.parametrize("size", [2, DIRECT_RANKS + 1])
 def test_splits_of_an_alltoall_are_exchanged_among_any_number_of_ranks(size):
-    header = first_exchange.header(CollectiveKind.ALLTOALL, 4)
-    given = [first_exchange.splits([rank] * size, [*range(size)]) for rank in range(size)]
+    header = call_header.header(CollectiveKind.ALLTOALL, 4)
+    given = [call_header.splits([rank] * size, [*range(size)]) for rank in range(size)]
     for rank, places in enumerate(exchanged([(header, each.view(torch.uint8)) for each in given])):
         assert places.agree(header)
-        assert first_exchange.splits_agree(places.payloads(given[rank]))
+        assert call_header.splits_agree(places.payloads(given[rank]))
 
 
 def test_splits_agree_only_when_sent_and_received_rows_match():
-    right = first_exchange.splits([1, 2], [1, 3]), first_exchange.splits([3, 4], [2, 4])
-    assert first_exchange.splits_agree([*right])
-    assert not first_exchange.splits_agree([right[0], first_exchange.splits([3, 4], [1, 4])])
-    assert not first_exchange.splits_agree([first_exchange.splits([1, 2], [1, 4]), right[1]])
+    right = call_header.splits([1, 2], [1, 3]), call_header.splits([3, 4], [2, 4])
+    assert call_header.splits_agree([*right])
+    assert not call_header.splits_agree([right[0], call_header.splits([3, 4], [1, 4])])
+    assert not call_header.splits_agree([call_header.splits([1, 2], [1, 4]), right[1]])

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic.collectives import message_types, threads
+from elastic.collectives import message_types, threads_at_exit
 from elastic.collectives.interface import MAX_TAG
 from elastic.collectives.message_types import TensorType
 from elastic.collectives.torch_group import as_bytes
@@ -96,7 +96,7 @@ class GlooMessages:
                     waiting.append(message)
                 else:
                     self._headless[tag] = collections.deque([message])
-                    threads.begin("elastic-gloo-any-rank", self._follow, tag)
+                    threads_at_exit.begin("elastic-gloo-any-rank", self._follow, tag)
         return message
 
     def _follow(self, tag: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.collectives import agreement
+from elastic.collectives import raise_together
 from elastic.errors import StateMismatch
 from elastic.sharding.shard_inventory import CommitId
 from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
@@ -32,7 +32,7 @@ def compare_commits(group: FakeCollectives) -> None:
 def raise_at_once(group: FakeCollectives) -> None:
     found = [torch.zeros(1) for _ in range(2)]
     group.allgather(found, torch.ones(1)).wait()
-    agreement.raise_together(group, StateMismatch("the ranks differ"))
+    raise_together.raise_together(group, StateMismatch("the ranks differ"))
 
 
 @pytest.mark.parametrize("find", [raise_at_once, compare_commits])
@@ -76,4 +76,4 @@ def test_rank_whose_peer_is_lost_still_raises_the_error():
     first, second = world(2)
     second.abort()
     with pytest.raises(StateMismatch):
-        agreement.raise_together(first, StateMismatch("the ranks differ"))
+        raise_together.raise_together(first, StateMismatch("the ranks differ"))

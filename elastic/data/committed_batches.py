@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from elastic.data.positions import Position
+from elastic.data.sample_partition import Position
 from elastic.errors import Invalid
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.data.positions import Position, SamplePartition
+from elastic.data.sample_partition import Position, SamplePartition
 from elastic.data.seeds import sample_seed, seed_of
 from elastic.errors import Invalid
 from harness.golden import raises

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loader_worker
 
-from elastic.data.order import kept, plant
-from elastic.data.positions import Position, SamplePartition
+from elastic.data.sample_order import kept, plant
+from elastic.data.sample_partition import Position, SamplePartition
 from elastic.data.seeds import batch_seed, sample_seed, seed_of
 
 # start and end of a step, the number of a part, and the part's samples

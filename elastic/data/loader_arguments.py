@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from elastic.data.positions import SamplePartition
+from elastic.data.sample_partition import SamplePartition
 from elastic.errors import Invalid
 
 OPTIONS = {

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch.utils import data as torch_data
 
-from elastic.data import order
-from elastic.data.arguments import LoaderArguments, Seeds
-from elastic.data.positions import Position, SamplePartition
+from elastic.data import sample_order
+from elastic.data.loader_arguments import LoaderArguments, Seeds
+from elastic.data.sample_partition import Position, SamplePartition
 from elastic.data.seeded_dataset import SeededDataset, as_it_is
 from elastic.data.seeds import batch_seed, sample_seed
-from elastic.data.stream import NOBODY, StreamDataset
+from elastic.data.stream_dataset import NOBODY, StreamDataset
 from elastic.errors import Invalid
 
 Collate = Callable[[Any], Any]
@@ -186,15 +186,15 @@ def _options(arguments: LoaderArguments) -> dict[str, Any]:
     return {"num_workers": arguments.num_workers, "generator": generator, **arguments.options}
 
 
-def _order(arguments: LoaderArguments) -> order.EpochOrder:
+def _order(arguments: LoaderArguments) -> sample_order.EpochOrder:
     if arguments.batch_sampler is not None:
-        return order.drawn_by(arguments.batch_sampler, arguments.seed, "batch_sampler")
+        return sample_order.drawn_by(arguments.batch_sampler, arguments.seed, "batch_sampler")
     if arguments.sampler is not None:
-        return order.drawn_by(arguments.sampler, arguments.seed, "sampler")
+        return sample_order.drawn_by(arguments.sampler, arguments.seed, "sampler")
     epoch_order = getattr(arguments.dataset, "epoch_order", None)
     if arguments.shuffle and callable(epoch_order):
-        return order.EpochOrder(lambda _, epoch: epoch_order(arguments.seed, epoch))
-    return order.permutation(arguments.shuffle, arguments.seed)
+        return sample_order.EpochOrder(lambda _, epoch: epoch_order(arguments.seed, epoch))
+    return sample_order.permutation(arguments.shuffle, arguments.seed)
 
 
 def _listed(some: Any) -> list[Any]:
