@@ -22,10 +22,10 @@ from elastic.errors import (
     ShardLost,
     WorldChanging,
 )
-from elastic.exact import verification
-from elastic.exact.assignment import assign
+from elastic.exact import verification_rules
 from elastic.exact.kept_commits import KeptCommits
-from elastic.exact.verification import Computed
+from elastic.exact.shard_assignment import assign
+from elastic.exact.verification_rules import Computed
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Commit, Message, ShardsHeld, ShardsPlaced, Worker
 from elastic.runtime import recovery
@@ -318,7 +318,7 @@ class SimulatedWorker:
         commit = self.recovery.agreed()
         if self.sim.verify and commit is not None:
             held = assign(SHARDS, self.recovery.place.size)
-            if self.older.due(self.saved.steps, verification.window(held, self.sim.verify)):
+            if self.older.due(self.saved.steps, verification_rules.window(held, self.sim.verify)):
                 self.older.add(commit, self.saved.steps, self.saved)
 
     def begin_training(self) -> None:
@@ -380,10 +380,10 @@ class SimulatedWorker:
         Raises AssertionError if this worker's wrong gradients remained undetected for longer than the schedule permits.
         """
         held, generation, step = assign(SHARDS, size), self.recovery.generation, self.state.steps
-        checks = verification.checks(held, self.sim.verify, self.sim.seed, generation, step)
+        checks = verification_rules.checks(held, self.sim.verify, self.sim.seed, generation, step)
         self.wrong_shards = {shard for shard in held[rank] if self._computes_wrongly()}
-        votes: dict[verification.ShardCheck, list[Computed]] = {check: [] for check in checks}
-        asked: dict[verification.ShardCheck, tuple[int, ...]] = {
+        votes: dict[verification_rules.ShardCheck, list[Computed]] = {check: [] for check in checks}
+        asked: dict[verification_rules.ShardCheck, tuple[int, ...]] = {
             check: (check.owner, check.second) for check in checks
         }
         for turn in range(2 if checks else 0):
@@ -397,16 +397,16 @@ class SimulatedWorker:
             for check, ranks in asked.items():
                 votes[check] += [Computed(each, collective.values[each][check]) for each in ranks]
             asked = {
-                check: verification.voters(own, size)
+                check: verification_rules.voters(own, size)
                 for check, own in votes.items()
-                if verification.verdict(own, size) is None
+                if verification_rules.verdict(own, size) is None
             }
             if not asked:
                 break
         self._leave_if_wrong(votes, size)
         if self.wrong == 1.0 and size > 1:
             self.wrong_steps += 1
-            most = math.ceil(verification.steps_between(held, self.sim.verify))
+            most = math.ceil(verification_rules.steps_between(held, self.sim.verify))
             assert self.wrong_steps <= most, (
                 f"{self.worker} has been wrong in {self.wrong_steps} steps, expected at most {most}"
             )
@@ -427,12 +427,12 @@ class SimulatedWorker:
         return hash((self.state.history, shard))
 
     def _leave_if_wrong(
-        self, votes: dict[verification.ShardCheck, list[Computed]], size: int
+        self, votes: dict[verification_rules.ShardCheck, list[Computed]], size: int
     ) -> None:
         found = {
             check: result
             for check, own in votes.items()
-            if (result := verification.verdict(own, size)) is not None
+            if (result := verification_rules.verdict(own, size)) is not None
         }
         culprits = {
             rank: (check, result) for check, result in found.items() for rank in result.culprits

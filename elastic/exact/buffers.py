@@ -18,8 +18,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from elastic.errors import Invalid
-from elastic.exact import tree
-from elastic.exact.step import PassResult, ShardStep
+from elastic.exact import reduction_tree
+from elastic.exact.shard_step import PassResult, ShardStep
 from elastic.runtime import lifecycle
 
 PURPOSE = "buffers of shard 0"
@@ -162,7 +162,7 @@ class BufferKeeper:
             kept.result = None
 
     @torch.no_grad()
-    def shard_begins(self, merge: tree.Merge, last: bool) -> None:
+    def shard_begins(self, merge: reduction_tree.Merge, last: bool) -> None:
         pass
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from elastic.exact import probe
+from elastic.exact import arithmetic_probe
 from elastic.protocol.messages import Miscomputed
 
 log = logging.getLogger("elastic.exact")
@@ -40,7 +40,7 @@ def save(
         "right": rank != evidence.rank,
         "seed": seed,
         "host": socket.gethostname(),
-        "arithmetic": probe.lines(),
+        "arithmetic": arithmetic_probe.lines(),
         "parts": list(parts),
     }
     incomplete = path.with_suffix(f".{os.getpid()}")

@@ -1,7 +1,7 @@
 """`Shards`: division of the global batch into a fixed number of micro-batches, independent of the world size.
 
-A step computes every shard once. A rank computes the shards assigned to it in the current world (`assignment`), in
-ascending order. All randomness in a shard depends on (seed, step, shard) only. Components that sum gradients or keep
+A step computes every shard once. A rank computes the shards assigned to it in the current world (`shard_assignment`),
+in ascending order. All randomness in a shard depends on (seed, step, shard) only. Components that sum gradients or keep
 buffers listen for the start and end of a step. Ranks communicate only in `Shards.mean`, in steps that verify shards
 (`verifier`), and about every fourth step, when they exchange their speeds, from which `load_balancing` decides how many
 shards each rank has.
@@ -25,11 +25,18 @@ from elastic.data import optimizer_steps
 from elastic.data.loader import StepShards
 from elastic.data.seeds import seed_of
 from elastic.errors import Invalid, StateMismatch
-from elastic.exact import assignment, batch_checks, generators, probe, tree, verification
+from elastic.exact import (
+    arithmetic_probe,
+    batch_checks,
+    random_generators,
+    reduction_tree,
+    shard_assignment,
+    verification_rules,
+)
 from elastic.exact.buffers import BufferKeeper
 from elastic.exact.load_balancing import Division, LoadBalancer
 from elastic.exact.shard_clock import ShardClock
-from elastic.exact.step import ShardStep, StepListener
+from elastic.exact.shard_step import ShardStep, StepListener
 from elastic.exact.verifier import PURPOSE, Verifier
 from elastic.runtime import lifecycle
 
@@ -213,7 +220,7 @@ class Shards:
         """
         if self.verify_window is not None or not self.verify:
             return self.verify_window or 0
-        return verification.window(self._step().held, self.verify)
+        return verification_rules.window(self._step().held, self.verify)
 
     @property
     def checked(self) -> frozenset[int]:
@@ -391,7 +398,7 @@ class Shards:
 
     def _between_steps(self) -> None:
         # Random numbers drawn between two steps must also be equal on all ranks.
-        generators.set_seed(seed_of("between", self.seed, self.step))
+        random_generators.set_seed(seed_of("between", self.seed, self.step))
 
     def _exchange_speeds(self, ranks: int) -> None:
         balancer = self._balancer_of(self._begun_in, ranks)
@@ -499,8 +506,8 @@ class Shards:
 
     def _along_the_tree(self, values: list[float]) -> float:
         stack: list[float] = []
-        leaves = [[tree.Node(shard, shard + 1) for shard in range(self.count)]]
-        for each in tree.program(leaves, self.count):
+        leaves = [[reduction_tree.Node(shard, shard + 1) for shard in range(self.count)]]
+        for each in reduction_tree.program(leaves, self.count):
             stack.append(stack.pop() + stack.pop() if each is None else values[each.place])
         return stack[0]
 
@@ -591,8 +598,8 @@ class Shards:
             rank, size, generation = found[0].rank, max(found[0].size, 1), found[1]
         key = generation, size, rank, self._balancer_of(generation, size).division
         if self._assigned is None or self._assigned[0] != key:
-            held = tuple(assignment.place(key[3]))
-            plans = [tree.schedule(each, self.count) for each in held]
+            held = tuple(shard_assignment.place(key[3]))
+            plans = [reduction_tree.schedule(each, self.count) for each in held]
             partials = [nodes for _, nodes in plans]
             # A joining worker has no rank yet.
             merges = plans[rank][0] if rank < size else []
@@ -637,7 +644,7 @@ class Shards:
                     "with 2 workers, a faulty worker is identified only if a recomputed shard differs"
                 ),
             )
-        share = assignment.balance(self.count, size)
+        share = shard_assignment.balance(self.count, size)
         if share < 1.0:
             spare = max(0, size - self.count)
             log.warning(
@@ -660,9 +667,9 @@ class Shards:
     def arithmetic(self) -> list[str]:
         """Return the description of this process's arithmetic, which must be the same on all ranks.
 
-        See `elastic.exact.probe`.
+        See `elastic.exact.arithmetic_probe`.
         """
-        return probe.lines() if self.exact else []
+        return arithmetic_probe.lines() if self.exact else []
 
     def _arithmetic_digest(self) -> int:
         text = "\n".join(self.arithmetic).encode()
@@ -706,7 +713,7 @@ class Shards:
             "step": self.step,
             "inexact_since": self.inexact_since,
             # The states include random numbers that the script has drawn since the last step.
-            "generators": generators.state(),
+            "generators": random_generators.state(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -724,11 +731,11 @@ class Shards:
         self.abandon()
         self.gradients = {}
         self.step, self.inexact_since = saved["step"], saved["inexact_since"]
-        generators.set_state(saved["generators"])
+        random_generators.set_state(saved["generators"])
 
 
 def _begin_to_draw(seed: int, step: int, shard: int) -> None:
-    generators.set_seed(seed_of("step", seed, step, shard))
+    random_generators.set_seed(seed_of("step", seed, step, shard))
 
 
 def _number(value: float | torch.Tensor, shard: int) -> float:

@@ -1,6 +1,6 @@
 """Verification of randomly selected shards: another rank repeats them, and a vote identifies wrong gradients.
 
-`verification` makes the decisions. This module computes shards a second time, compares digests and reports faulty
+`verification_rules` makes the decisions. This module computes shards a second time, compares digests and reports faulty
 ranks. A second pass has no side effects: its gradients are only digested, and buffers and random generators are
 restored.
 """
@@ -16,9 +16,9 @@ import torch
 from elastic.collectives import raise_together
 from elastic.data.seeds import seed_of
 from elastic.errors import CollectiveFailed, GradientsDiffer, Invalid
-from elastic.exact import faulty_state, generators, verification
-from elastic.exact.step import ShardStep, StepListener
-from elastic.exact.verification import NOT_FINITE, TOO_LARGE, Computed, ShardCheck, VoteResult
+from elastic.exact import faulty_state, random_generators, verification_rules
+from elastic.exact.shard_step import ShardStep, StepListener
+from elastic.exact.verification_rules import NOT_FINITE, TOO_LARGE, Computed, ShardCheck, VoteResult
 from elastic.protocol import messages
 from elastic.runtime import lifecycle
 
@@ -55,7 +55,7 @@ class Conspicuous(NamedTuple):
     Attributes:
         shard: the first shard with such a gradient that is not already selected for a check, or -1.
         judged: NOT_FINITE or TOO_LARGE.
-        usual: exponent of the largest gradient of the previous step. See `verification.limit`.
+        usual: exponent of the largest gradient of the previous step. See `verification_rules.limit`.
         largest: exponent of this rank's largest gradient in this step.
     """
 
@@ -100,7 +100,9 @@ class Verifier:
         self._deterministic = False
         # for each rank, the last step in which its gradients were compared and found correct
         self._agreed: dict[int, int] = {}
-        self._usual = verification.NONE  # binary exponent of the largest gradient of the last step
+        self._usual = (
+            verification_rules.NONE
+        )  # binary exponent of the largest gradient of the last step
         # limit on the gradients of each shard that is checked because of suspicious gradients
         self._limits: dict[int, float] = {}
 
@@ -111,7 +113,7 @@ class Verifier:
         self._begins = len(step.held) > 1 and generation != self._generation
         if self._begins:
             self._agreed = {}
-        self._checks = verification.checks(
+        self._checks = verification_rules.checks(
             step.held, self.share, self._seed, generation, step.number
         )
         own = {each.shard for each in self._checks if each.owner == step.rank}
@@ -196,8 +198,10 @@ class Verifier:
             For each checked shard, the results of its owner and of the second rank.
         """
         found = [(rank, each.shard) for rank, each in enumerate(odd) if each.shard >= 0]
-        again = verification.rechecks(found, len(step.held), self._seed, generation, step.number)
-        self._limits = {each.shard: verification.limit(each.usual) for each in odd}
+        again = verification_rules.rechecks(
+            found, len(step.held), self._seed, generation, step.number
+        )
+        self._limits = {each.shard: verification_rules.limit(each.usual) for each in odd}
         row = [0] * len(again)
         for place, check in enumerate(again):
             if check.second == step.rank:
@@ -213,14 +217,14 @@ class Verifier:
 
     def _conspicuous(self, step: ShardStep) -> Conspicuous:
         largest = {each.shard: self._largest_of(each.shard) for each in step.merges}
-        limit = verification.limit(self._usual)
+        limit = verification_rules.limit(self._usual)
         judged = {
             shard: found
             for shard, value in largest.items()
-            if (found := verification.judged(0, value, limit)) and shard not in self.checked
+            if (found := verification_rules.judged(0, value, limit)) and shard not in self.checked
         }
         shard, found = next(iter(judged.items()), (-1, 0))
-        most = verification.exponent(max(largest.values(), default=0.0))
+        most = verification_rules.exponent(max(largest.values(), default=0.0))
         return Conspicuous(shard, found, self._usual, most)
 
     def _largest_of(self, shard: int) -> float:
@@ -232,7 +236,7 @@ class Verifier:
         listeners = self._listeners()
         for each in listeners:
             each.second_pass_begins(shard)
-        generators.set_seed(seed_of("step", self._seed, step.number, shard))
+        random_generators.set_seed(seed_of("step", self._seed, step.number, shard))
         self.shard = shard
         self.passes_made += 1
         yield shard
@@ -240,11 +244,13 @@ class Verifier:
         results = [each.second_pass_ends(shard) for each in listeners]
         limit = self._limits.get(shard, math.inf)
         largest = max((each.largest for each in results), default=0.0)
-        return verification.judged(_combined([each.digest for each in results]), largest, limit)
+        return verification_rules.judged(
+            _combined([each.digest for each in results]), largest, limit
+        )
 
     def _digest_of(self, shard: int) -> int:
         digest = _combined([each.digest_of(shard) for each in self._listeners()])
-        return verification.judged(digest, self._largest_of(shard), math.inf)
+        return verification_rules.judged(digest, self._largest_of(shard), math.inf)
 
     # ---- the vote --------------------------------------------------------------------------------------------------
 
@@ -253,9 +259,9 @@ class Verifier:
     ) -> Generator[int, None, None]:
         ranks = len(step.held)
         while open_votes := [
-            check for check, own in votes.items() if verification.verdict(own, ranks) is None
+            check for check, own in votes.items() if verification_rules.verdict(own, ranks) is None
         ]:
-            asked = {check: verification.voters(votes[check], ranks) for check in open_votes}
+            asked = {check: verification_rules.voters(votes[check], ranks) for check in open_votes}
             row = [0] * len(open_votes)
             for place, check in enumerate(open_votes):
                 if step.rank in asked[check]:
@@ -268,7 +274,7 @@ class Verifier:
         culprits: dict[int, messages.Miscomputed] = {}
         undecided: ShardCheck | None = None
         for check, computed in votes.items():
-            verdict = verification.verdict(computed, len(step.held))
+            verdict = verification_rules.verdict(computed, len(step.held))
             assert verdict is not None
             if verdict.right is None:
                 undecided = undecided or check

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from elastic.jax import trees
+from elastic.jax import pytrees
+from elastic.jax.pytrees import Tree
 from elastic.jax.state import JaxState
-from elastic.jax.trees import Tree
 from elastic.monitoring import moved_tensors
 from elastic.script_checks import step_sources
 from elastic.script_checks.mistakes import Trained, UsedLoader
@@ -146,14 +146,14 @@ def _contents(state: JaxState) -> tuple[list[jax.Array], bool]:
     has_optimizer = False
 
     def is_leaf(value: Any) -> bool:
-        return trees.is_module(value) or isinstance(value, kinds)
+        return pytrees.is_module(value) or isinstance(value, kinds)
 
     for member in state.handled():
         value = member.value if isinstance(member, Tree) else member
         for leaf in jax.tree.leaves(value, is_leaf=is_leaf):
             if isinstance(leaf, kinds):
                 has_optimizer |= _has_slots(leaf)
-            elif trees.is_module(leaf):
+            elif pytrees.is_module(leaf):
                 from flax import nnx
 
                 for _, variable in nnx.to_flat_state(nnx.state(leaf)):

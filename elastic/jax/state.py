@@ -10,8 +10,8 @@ import torch
 
 from elastic.api.arrays import to_numpy, to_torch
 from elastic.errors import Invalid, StateMismatch, UnsupportedType
-from elastic.jax import arrays, trees, unsupported_modes
-from elastic.jax.trees import Flat, Leaf, Tree
+from elastic.jax import arrays, pytrees, unsupported_modes
+from elastic.jax.pytrees import Flat, Leaf, Tree
 from elastic.state import registry
 from elastic.state.handled_state import HandledState
 from elastic.state.handlers.part import Part
@@ -28,7 +28,7 @@ class TreePart(Part):
     _leaves: tuple[Leaf, ...]
 
     def _adopt_value(self) -> None:
-        flat = trees.flatten(self.value.value)
+        flat = pytrees.flatten(self.value.value)
         self._flat, self._leaves = flat.without_leaves(), self._described(flat)
 
     def _described(self, flat: Flat) -> tuple[Leaf, ...]:
@@ -86,10 +86,12 @@ class TreePart(Part):
             Invalid: the tree has another layout than before, which a joining worker could not have, or an array was
                 donated.
         """
-        flat = trees.flatten(self.value.value, self._flat)
+        flat = pytrees.flatten(self.value.value, self._flat)
         leaves = self._described(flat)
         if flat.paths is not self._flat.paths or leaves != self._leaves:
-            differs = trees.first_difference((self._flat.paths, self._leaves), (flat.paths, leaves))
+            differs = pytrees.first_difference(
+                (self._flat.paths, self._leaves), (flat.paths, leaves)
+            )
             if differs is not None:
                 path, before, now = differs
                 raise Invalid(
@@ -197,7 +199,7 @@ class JaxState(HandledState):
         unsupported_modes.check_not_distributed()
         if not isinstance(rng, bool):
             kwargs, rng = {**kwargs, "rng": rng}, False
-        values = {n: Tree(v) if trees.has_arrays(v) else v for n, v in kwargs.items()}
+        values = {n: Tree(v) if pytrees.has_arrays(v) else v for n, v in kwargs.items()}
         super().__init__(values, rng)
         for name in (each for each, value in values.items() if isinstance(value, Tree)):
             # Removed from the attributes, so that `__getattr__` returns the tree instead of its holder.

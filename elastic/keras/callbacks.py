@@ -18,7 +18,7 @@ from elastic.api import arrays, broadcasting
 from elastic.api import ops as collectives
 from elastic.api.keras_version import keras
 from elastic.errors import Invalid
-from elastic.keras import last_steps, tensors
+from elastic.keras import backends, steps_to_epoch_end
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
 from elastic.runtime import basics
 from elastic.state.state import ObjectState
@@ -78,9 +78,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.append(var)
 
     def _shared(self) -> list[Any]:
-        local = {id(each) for var in self._local for each in (var, tensors.held(var))}
+        local = {id(each) for var in self._local for each in (var, backends.held(var))}
         return [
-            each for each in self.model.variables if not {id(each), id(tensors.held(each))} & local
+            each for each in self.model.variables if not {id(each), id(backends.held(each))} & local
         ]
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -202,7 +202,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer.learning_rate = after
         momentum = getattr(optimizer, "momentum", None)
         # The momentum cannot be changed for one batch if it is compiled into the step as a constant.
-        eager = self.model.run_eagerly or tensors.backend() == "torch"
+        eager = self.model.run_eagerly or backends.backend() == "torch"
         if self.momentum_correction and eager and isinstance(momentum, float) and before:
             self._momentum = momentum
             optimizer.momentum = momentum * after / before
@@ -392,7 +392,7 @@ class UpdateBatchStateCallback(_Position):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._begun_at and self.steps_per_epoch:
-            last_steps.limit(self.model, self.steps_per_epoch - self._begun_at - batch)
+            steps_to_epoch_end.limit(self.model, self.steps_per_epoch - self._begun_at - batch)
 
     def batch_ended(self, batch: int) -> None:
         self.state.batch = self._begun_at + batch + 1
@@ -442,7 +442,7 @@ def _end_epoch_of_data() -> None:
     adapter = iterator.data_adapter
     if getattr(adapter, "_within_epoch", False):
         adapter.on_epoch_end()
-    if tensors.backend() == "tensorflow":
+    if backends.backend() == "tensorflow":
         from elastic.tensorflow import leftover_variables
 
         leftover_variables.destroy(leftover_variables.iterator_of(iterator))

@@ -9,10 +9,10 @@ from elastic.api.keras_version import LEGACY, keras
 from elastic.api.ops import Average
 from elastic.errors import Invalid
 from elastic.keras import (
+    backends,
     observed_steps,  # noqa: F401  script checks see its optimizers' steps
-    tensors,
 )
-from elastic.keras import optimizer as reducing
+from elastic.keras import keras3_optimizer as reducing
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
 from elastic.optimizer import framework_options
 
@@ -149,7 +149,7 @@ def load_model(
 def _of_backend(compression: Any) -> Any:
     """Return the equivalent of ``compression`` for tensors of Keras's backend."""
     own: Any = TorchCompression
-    if tensors.backend() == "tensorflow":
+    if backends.backend() == "tensorflow":
         from elastic.tensorflow.compression import TensorFlowCompression
 
         own = TensorFlowCompression

@@ -17,8 +17,8 @@ from typing import Any
 
 from elastic.api import arrays
 from elastic.api.keras_version import LEGACY, keras
-from elastic.keras import optimizer as reducing
-from elastic.keras import tensors
+from elastic.keras import backends
+from elastic.keras import keras3_optimizer as reducing
 from elastic.script_checks import step_sources
 from elastic.script_checks.mistakes import Trained, UsedLoader
 from elastic.script_checks.observer import live_objects
@@ -63,9 +63,9 @@ class KerasSteps:
                 self._known[id(each)] = each, _steps_of(each)
         for kind in _owners():
             self._wrap(kind, APPLY, self._apply)
-        if tensors.backend() == "jax":
+        if backends.backend() == "jax":
             self._wrap(keras.callbacks.CallbackList, "on_train_batch_end", self._end_batch)
-        if tensors.backend() == "tensorflow":
+        if backends.backend() == "tensorflow":
             import tensorflow as tf
 
             self._wrap(type(tf.function(lambda: None)), "__call__", self._call)
@@ -88,7 +88,7 @@ class KerasSteps:
         def wrapper(this: Any, *args: Any, **kwargs: Any) -> Any:
             return around(own, this, args, kwargs)
 
-        if tensors.backend() == "tensorflow":
+        if backends.backend() == "tensorflow":
             import tensorflow as tf
 
             wrapper = tf.autograph.experimental.do_not_convert(wrapper)
@@ -142,14 +142,14 @@ class KerasSteps:
         if any(isinstance(each, list) for each in handled):
             member = "TensorFlowState([*model.variables, *optimizer.variables], ...)"
         inside = {id(reducing.inside(each)) for each in handled if reducing.is_optimizer(each)}
-        covered = {id(tensors.held(each)) for of in handled for each in _variables(of)}
+        covered = {id(backends.held(each)) for of in handled for each in _variables(of)}
         for optimizer in self._used.values():
             trained = self._trained(optimizer)
-            missing = [each for each in trained if id(tensors.held(each)) not in covered]
+            missing = [each for each in trained if id(backends.held(each)) not in covered]
             # Ignore scalars, such as step counts and the learning rate: the state of a trained variable is not a
             # scalar.
             slots = [each for each in reducing.variables_of(optimizer) if len(each.shape)]
-            held = all(id(tensors.held(each)) in covered for each in slots)
+            held = all(id(backends.held(each)) in covered for each in slots)
             yield Trained(
                 type(optimizer).__name__,
                 in_state=held or id(reducing.inside(optimizer)) in inside,
@@ -192,11 +192,11 @@ def _owners() -> list[type]:
 
 def _in_graph() -> bool:
     """Return whether this call only traces a graph."""
-    if tensors.backend() == "tensorflow":
+    if backends.backend() == "tensorflow":
         import tensorflow as tf
 
         return not tf.executing_eagerly()
-    return tensors.backend() == "jax"  # Steps of JAX do not store their counts in variables.
+    return backends.backend() == "jax"  # Steps of JAX do not store their counts in variables.
 
 
 def _steps_of(optimizer: Any) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from elastic import run_loop
-from elastic.keras import tensors
+from elastic.keras import backends
 
 Value = TypeVar("Value")
 
@@ -19,14 +19,14 @@ def run(func: Callable[..., Value]) -> Callable[..., Value]:
 
     Arguments, result and errors are those of `elastic.run`.
     """
-    match tensors.backend():
+    match backends.backend():
         case "tensorflow":
             from elastic.tensorflow import run as of_tensorflow
 
             return of_tensorflow.run(func)
         case "jax":
-            from elastic.jax import training
+            from elastic.jax import elastic_run
 
-            return training.run(func)
+            return elastic_run.run(func)
         case _:
             return run_loop.run(func)

@@ -6,11 +6,11 @@ from typing import Any
 
 from elastic.api.keras_version import keras
 from elastic.errors import Invalid
+from elastic.keras import keras3_optimizer as reducing
 from elastic.keras import (
     observed_steps,  # noqa: F401  script checks see its optimizers' steps
-    parts,  # noqa: F401  tells states how models and optimizers are handled
+    state_parts,  # noqa: F401  tells states how models and optimizers are handled
 )
-from elastic.keras import optimizer as reducing
 from elastic.state.handled_state import HandledState
 
 

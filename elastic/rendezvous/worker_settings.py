@@ -59,7 +59,7 @@ class Environment:
     workers_min: int = 1  # minimum number of workers of the job
     checks: bool = True  # whether to check the script's first steps; see elastic.script_checks
     strict: bool = False  # whether a finding of these checks ends the job
-    # whether to admit workers whose results are not bitwise identical; see elastic.exact.probe
+    # whether to admit workers whose results are not bitwise identical; see elastic.exact.arithmetic_probe
     allow_inexact: bool = False
     # folder in which states with wrong gradients are saved; empty means that they are not
     keep_faulty: str = ""

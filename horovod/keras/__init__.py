@@ -12,13 +12,13 @@ _need(__name__)
 from typing import Any
 
 from elastic.api.compression import Compression
-from elastic.keras import tensors as _tensors
+from elastic.keras import backends as _tensors
 from elastic.keras.distributed_optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,
     load_model,
 )
-from elastic.keras.values import allgather, allreduce, broadcast, reducescatter
+from elastic.keras.value_collectives import allgather, allreduce, broadcast, reducescatter
 from horovod.common import common_api as _door
 from horovod.common.common_api import *  # noqa: F403
 from horovod.keras import callbacks, elastic

@@ -9,7 +9,7 @@ from horovod.unavailable import need_keras as _need_keras
 _need("tensorflow", __name__)
 _need_keras(__name__)
 
-from elastic.keras.optimizer_wrapper import DistributedOptimizer
+from elastic.keras.tensorflow_optimizer import DistributedOptimizer
 from elastic.tensorflow import ops as _ops
 from elastic.tensorflow.aggregation import LocalGradientAggregationHelper
 from elastic.tensorflow.compression import Compression

@@ -20,7 +20,7 @@ import horovod.keras as hvd
 import horovod.tensorflow as of_tensorflow
 import horovod.tensorflow.keras as other_door
 from elastic.errors import WorldChanging
-from elastic.keras import first_step
+from elastic.keras import trace_before_first_step
 from elastic.monitoring import step_count
 from elastic.negotiation import submission
 from frameworks.in_each_backend import accumulating, data, flat, model
@@ -498,7 +498,7 @@ def test_prebuilt_first_step_gives_the_same_training_without_a_second_trace(rank
         if ahead:
             part.build_step(b"no such thing")
             assert not traced
-            part.build_step(first_step._step_input(iter(batches)))
+            part.build_step(trace_before_first_step._step_input(iter(batches)))
             traces.append(len(traced))
             assert int(made.optimizer.iterations) == 0
         return made.fit(batches, epochs=2, verbose=0).history, flat(made.weights)

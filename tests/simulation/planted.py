@@ -37,7 +37,7 @@ from elastic.driver.membership.worlds.spoilt_commits import SpoiltCommits
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
 from elastic.driver.reasons import Reason
-from elastic.exact import verification
+from elastic.exact import verification_rules
 from elastic.exact.kept_commits import KeptCommits
 from elastic.protocol import messages
 from elastic.protocol.messages import Commit
@@ -425,9 +425,11 @@ SIMULATED = {
         HealthChecks, "_failed", counts_as_passed, health_check=True
     ),
     "the second to compute is always right": Bug(
-        verification, "verdict", the_second_is_right, verified=True
+        verification_rules, "verdict", the_second_is_right, verified=True
     ),
-    "a rank is never checked": Bug(verification, "checks", rank_1_is_never_checked, verified=True),
+    "a rank is never checked": Bug(
+        verification_rules, "checks", rank_1_is_never_checked, verified=True
+    ),
     "a wrong result is not reported": Bug(
         WorkerReports, "miscomputed", does_nothing, verified=True
     ),

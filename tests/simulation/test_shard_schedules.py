@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.exact import assignment, generators, tree
+from elastic.exact import random_generators, reduction_tree, shard_assignment
 from elastic.exact.buffers import BufferKeeper
 from elastic.exact.load_balancing import LoadBalancer
 from elastic.exact.shards import Shards
@@ -86,29 +86,33 @@ def rank() -> int:
 
 
 def sums_in_the_order_of_ranks(setattr: SetAttr) -> None:
-    def program(partials: Any, shards: int, real: Any = tree.program) -> tree.Program:
+    def program(
+        partials: Any, shards: int, real: Any = reduction_tree.program
+    ) -> reduction_tree.Program:
         loads = sorted(each for each in real(partials, shards) if each is not None)
         return (loads[0], *(each for load in loads[1:] for each in (load, None)))
 
-    setattr(tree, "program", program)
+    setattr(reduction_tree, "program", program)
 
 
 def a_lost_partial(setattr: SetAttr) -> None:
-    def program(partials: Any, shards: int, real: Any = tree.program) -> tree.Program:
+    def program(
+        partials: Any, shards: int, real: Any = reduction_tree.program
+    ) -> reduction_tree.Program:
         found = list(real(partials, shards))
         if len(found) > 1:
             at = max(number for number, each in enumerate(found) if each is not None)
             del found[at : at + 2]  # the last one, and its addition
         return tuple(found)
 
-    setattr(tree, "program", program)
+    setattr(reduction_tree, "program", program)
 
 
 def a_seed_by_rank(setattr: SetAttr) -> None:
-    def set_seed(seed: int, real: Any = generators.set_seed) -> None:
+    def set_seed(seed: int, real: Any = random_generators.set_seed) -> None:
         real(seed + rank())
 
-    setattr(generators, "set_seed", set_seed)
+    setattr(random_generators, "set_seed", set_seed)
 
 
 def a_stale_buffer(setattr: SetAttr) -> None:
@@ -131,11 +135,11 @@ def a_shard_counts_twice_after_a_restore(setattr: SetAttr) -> None:
 
 
 def a_spare_computes(setattr: SetAttr) -> None:
-    def place(sizes: Any, real: Any = assignment.place) -> list[tuple[int, ...]]:
+    def place(sizes: Any, real: Any = shard_assignment.place) -> list[tuple[int, ...]]:
         shards = sum(sizes)
         return [held or (number % shards,) for number, held in enumerate(real(sizes))]
 
-    setattr(assignment, "place", place)
+    setattr(shard_assignment, "place", place)
 
 
 def a_division_by_own_speeds(setattr: SetAttr) -> None:

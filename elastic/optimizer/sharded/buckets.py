@@ -1,9 +1,9 @@
 """Flat buffers in which the gradients of a rank's shards are summed along the reduction tree and sent.
 
 If other gradients of this rank will be added to a gradient, that gradient stays where the backward pass wrote it. The
-other gradients are added to that gradient along the tree (`elastic.exact.tree`) without copies, while they are still in
-the caches. Each completed partial sum of this rank is written into its own flat buffer. The buffers are in ascending
-order of the partials. The first buffer receives the result, and ``parameter.grad`` is a view of it.
+other gradients are added to that gradient along the tree (`elastic.exact.reduction_tree`) without copies, while they
+are still in the caches. Each completed partial sum of this rank is written into its own flat buffer. The buffers are in
+ascending order of the partials. The first buffer receives the result, and ``parameter.grad`` is a view of it.
 
 With compression, all buffers have the smaller dtype: each shard's gradient is rounded to it before the summation, and
 so is each sum. The result is then copied into a buffer of the gradients' own dtype.
@@ -19,7 +19,7 @@ from elastic.collectives.dtypes_and_ops import rescale_
 from elastic.collectives.interface import Work
 from elastic.collectives.shared_memory import arena, host_copy, host_sum
 from elastic.errors import Invalid
-from elastic.exact import tree
+from elastic.exact import reduction_tree
 from elastic.optimizer.gradients.flat_buckets import (
     LARGE_BYTES,
     SMALL_BYTES,
@@ -57,7 +57,7 @@ class ShardBucket:
         self._waiting: list[int] = []
         # for each parameter, the values that later gradients are merged with
         self._held: list[list[torch.Tensor]] = [[] for _ in parameters]
-        self._merge = tree.Merge(0, 0, 0)
+        self._merge = reduction_tree.Merge(0, 0, 0)
         self._completes = False
         self._last = False
         self._divisor = 1
@@ -131,7 +131,7 @@ class ShardBucket:
             held.clear()
 
     def shard_begins(
-        self, merge: tree.Merge, completes: bool, last: bool, divisor: int = 1
+        self, merge: reduction_tree.Merge, completes: bool, last: bool, divisor: int = 1
     ) -> None:
         """Begin a shard.
 

@@ -1,8 +1,9 @@
 """Exchange that adds up the ranks' partial sums along the reduction tree. Bitwise identical with any transport.
 
 Each rank owns a piece of a bucket. It receives the other ranks' partial sums of that piece, evaluates the program of
-`elastic.exact.tree` on them, and sends the result to all ranks. Sums are elementwise, so the assignment of pieces does
-not affect the result. If all ranks share memory, `elastic.collectives.shared_memory` does the same without copies.
+`elastic.exact.reduction_tree` on them, and sends the result to all ranks. Sums are elementwise, so the assignment of
+pieces does not affect the result. If all ranks share memory, `elastic.collectives.shared_memory` does the same without
+copies.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from elastic.collectives.dtypes_and_ops import rescale_
 from elastic.collectives.interface import Collectives, Work
-from elastic.exact.tree import Program
+from elastic.exact.reduction_tree import Program
 
 PIECE = 16  # The length of each piece is a multiple of this number of elements.
 

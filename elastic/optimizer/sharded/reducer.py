@@ -25,9 +25,9 @@ from elastic.collectives import raise_together
 from elastic.collectives.interface import Collectives, Op, SumsTrees, Work
 from elastic.context import Context
 from elastic.errors import CollectiveFailed, Interrupted, Invalid, StateMismatch
-from elastic.exact import tree
+from elastic.exact import reduction_tree
+from elastic.exact.shard_step import PassResult, ShardStep
 from elastic.exact.shards import Shards
-from elastic.exact.step import PassResult, ShardStep
 from elastic.failpoints import actions, failpoint
 from elastic.monitoring import moved_tensors
 from elastic.optimizer.gradients import bucket_plan, malloc_tuning, not_finite
@@ -78,10 +78,10 @@ class ShardReducer:
         # parameters in the order in which their gradients became ready in the last shard
         self._ready: list[int] = []
         self._step: ShardStep | None = None
-        self._program: tree.Program = ()
+        self._program: reduction_tree.Program = ()
         # for each shard of this rank, whether it completes a partial sum
         self._complete: dict[int, bool] = {}
-        self._shard: tree.Merge | None = None
+        self._shard: reduction_tree.Merge | None = None
         self._last = False
         # assignment of shards to ranks that the ranks have compared
         self._held: tuple[tuple[int, ...], ...] | None = None
@@ -194,8 +194,8 @@ class ShardReducer:
             # Compare again: with another assignment of shards, the buffers may no longer fit into the shared memory.
             if self._held is not step.held:
                 self._agreed, self._held = None, step.held
-            self._program = tree.program(step.partials, self.shards.count)
-            complete = tree.completes(step.merges)
+            self._program = reduction_tree.program(step.partials, self.shards.count)
+            complete = reduction_tree.completes(step.merges)
             self._complete = {
                 each.shard: done for each, done in zip(step.merges, complete, strict=True)
             }
@@ -205,11 +205,11 @@ class ShardReducer:
         self._examines = bool(self.shards.verify) and len(step.held) > 1
         self._ready.clear()
 
-    def shard_begins(self, merge: tree.Merge, last: bool) -> None:
+    def shard_begins(self, merge: reduction_tree.Merge, last: bool) -> None:
         # Add each gradient to the previous sum directly, so that no gradients have to be kept.
         if not self.shards.exact:
             before = int(self._shard is not None)
-            merge = tree.Merge(merge.shard, before, before)
+            merge = reduction_tree.Merge(merge.shard, before, before)
         complete = self._complete[merge.shard] if self.shards.exact else last
         self._shard, self._last = merge, last
         self._checked = merge.shard in self.shards.checked

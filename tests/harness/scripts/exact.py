@@ -161,10 +161,10 @@ def planted(state: Any, step: int) -> None:
 
         state.models["gpt"].places.weight.register_hook(add)
     if "seed" in PLANT:
-        from elastic.exact import generators
+        from elastic.exact import random_generators
 
-        honest, rank = generators.set_seed, elastic.rank()
-        generators.set_seed = lambda seed: honest(seed + rank)
+        honest, rank = random_generators.set_seed, elastic.rank()
+        random_generators.set_seed = lambda seed: honest(seed + rank)
     if "position" in PLANT:
         data = globals()["batch"]
         globals()["batch"] = lambda step, shard: data(step, shard + elastic.rank())

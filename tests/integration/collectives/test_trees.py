@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from elastic.collectives.shared_memory import arena, native_library
-from elastic.exact import tree
-from elastic.exact.assignment import assign
+from elastic.exact import reduction_tree
+from elastic.exact.shard_assignment import assign
 from elastic.optimizer.sharded.exchange import PartialsExchange, evaluate
 from elastic.protocol.messages import Address
 from harness import ranks
@@ -40,7 +40,7 @@ def leaf(shard: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 def places_of(held: Any, shards: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
     """A rank's partials, in the arena."""
-    merges, _ = tree.schedule(held, shards)
+    merges, _ = reduction_tree.schedule(held, shards)
     depth, stride = max(1, len(merges)), elements + 64
     places = arena.zeros(depth * stride, dtype).view(depth, stride)
     for shard, place, count in merges:
@@ -54,8 +54,8 @@ def places_of(held: Any, shards: int, elements: int, dtype: torch.dtype) -> torc
 
 def alone(shards: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
     places = places_of(range(shards), shards, elements, dtype)
-    partials = [tree.schedule(range(shards), shards)[1]]
-    evaluate(tree.program(partials, shards), [list(places)], shards)
+    partials = [reduction_tree.schedule(range(shards), shards)[1]]
+    evaluate(reduction_tree.program(partials, shards), [list(places)], shards)
     return places[0, :elements].clone()
 
 
@@ -70,8 +70,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def test_every_reduction_path_gives_the_same_bits(world, shards, dtype):
     size = len(world.groups)
     held = assign(shards, size)
-    partials = [tree.schedule(each, shards)[1] for each in held]
-    program = tree.program(partials, shards)
+    partials = [reduction_tree.schedule(each, shards)[1] for each in held]
+    program = reduction_tree.program(partials, shards)
     counts = [len(each) for each in partials]
     others = fake.world(size)
 
@@ -98,7 +98,7 @@ def test_every_reduction_path_gives_the_same_bits(world, shards, dtype):
 def test_tree_reduction_outside_of_the_arena_is_refused(world):
     places = torch.zeros(1, 64)
     with pytest.raises(ValueError, match=r"arena.zeros"):
-        world.groups[0].reduce_tree(places, 64, [tree.Partial(0, 0)])
+        world.groups[0].reduce_tree(places, 64, [reduction_tree.Partial(0, 0)])
 
 
 # ---- two hosts, by what their ranks say of themselves ------------------------------------------------------------
@@ -112,8 +112,8 @@ def by_exchange(rank: int, size: int, address: Address, hosts: str) -> list[byte
     found = []
     for shards in SHARDS:
         held = assign(shards, size)
-        partials = [tree.schedule(each, shards)[1] for each in held]
-        program, counts = tree.program(partials, shards), [len(each) for each in partials]
+        partials = [reduction_tree.schedule(each, shards)[1] for each in held]
+        program, counts = reduction_tree.program(partials, shards), [len(each) for each in partials]
         for elements in ELEMENTS:
             places = list(places_of(held[rank], shards, elements, torch.float32))
             PartialsExchange(group, places, elements, program, counts, shards).wait()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic.driver.reasons import ReasonKind
-from elastic.exact import assignment, verification
+from elastic.exact import shard_assignment, verification_rules
 from harness.history import RETURN
 from integration.jobs.test_exact import differences, drawn, reference, train
 
@@ -22,11 +22,11 @@ TRAINING = 2  # first generation that trains
 
 def checked_steps(rank: int, share: float, after: int = 2, steps: int = 40) -> list[int]:
     """Return the steps of the first world after ``after`` in which a shard of the rank is checked."""
-    held = assignment.assign(SHARDS, WORKERS)
+    held = shard_assignment.assign(SHARDS, WORKERS)
     return [
         step
         for step in range(after, steps)
-        for check in verification.checks(held, share, SEED, TRAINING, step)
+        for check in verification_rules.checks(held, share, SEED, TRAINING, step)
         if check.owner == rank
     ]
 
@@ -164,10 +164,10 @@ def test_drawn_injections_are_found_in_time_and_no_correct_worker_is_named(job, 
     dice = random.Random(seed)
     share, rank = 1 / 16, dice.randrange(WORKERS)
     first = dice.randrange(2, 12)
-    held = assignment.assign(SHARDS, WORKERS)
+    held = shard_assignment.assign(SHARDS, WORKERS)
     found_by = next(s for s in checked_steps(rank, share, first, 80))
     steps = found_by + 4
-    assert found_by - first <= verification.steps_between(held, share)
+    assert found_by - first <= verification_rules.steps_between(held, share)
     training = train(
         job,
         f"-np {WORKERS} --min-np 1 {RETURN}",

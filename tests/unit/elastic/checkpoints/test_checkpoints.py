@@ -223,10 +223,10 @@ def test_worker_with_different_arithmetic_resumes_only_when_allowed(tmp_path, mo
     def state() -> TorchState:
         return TorchState(model=torch.nn.Linear(2, 1), shards=Shards(2))
 
-    monkeypatch.setattr("elastic.exact.probe.lines", lambda: ["arithmetic.threads 1"])
+    monkeypatch.setattr("elastic.exact.arithmetic_probe.lines", lambda: ["arithmetic.threads 1"])
     storage, first = Storage(str(tmp_path)), state()
     found = written(storage, first, CommitName(1, 2, 30))
-    monkeypatch.setattr("elastic.exact.probe.lines", lambda: ["arithmetic.threads 2"])
+    monkeypatch.setattr("elastic.exact.arithmetic_probe.lines", lambda: ["arithmetic.threads 2"])
     with raises(StateMismatch):
         state_restoring.load(storage, found, state())
     monkeypatch.setattr(ShardsStateHandler, "_allowed", lambda self: True)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.exact import load_balancing
-from elastic.exact.assignment import place
 from elastic.exact.load_balancing import PATIENCE, PERIOD, WINDOW, LoadBalancer, SpeedWindow
+from elastic.exact.shard_assignment import place
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4), st.integers(0, 6))

@@ -13,7 +13,7 @@ import torch
 from elastic.collectives import raise_together
 from elastic.data import DataLoader, optimizer_steps
 from elastic.errors import GradientsDiffer, Invalid, PeerLost
-from elastic.exact import verification
+from elastic.exact import verification_rules
 from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.sharded.reducer import ShardReducer
@@ -32,7 +32,7 @@ def ranks(monkeypatch):
         lifecycle, "position", lambda: (lifecycle.current().place, lifecycle.current().generation)
     )
     # Threads have one generator together, and one count of steps.
-    monkeypatch.setattr("elastic.exact.generators.set_seed", lambda seed: None)
+    monkeypatch.setattr("elastic.exact.random_generators.set_seed", lambda seed: None)
     counted = create_autospec(optimizer_steps)
     counted.count.return_value = 0
     monkeypatch.setattr("elastic.exact.shards.optimizer_steps", counted)
@@ -133,7 +133,7 @@ def test_training_when_a_rank_is_always_wrong_then_all_ranks_name_the_rank_befor
 ):
     found = named(ranks, 4, 1 / 8, lambda rank, step, *_: rank == culprit and step >= 5)
     held = [(0, 1), (2, 3), (4, 5), (6, 7)]
-    bound = verification.steps_between(held, 1 / 8)
+    bound = verification_rules.steps_between(held, 1 / 8)
     for reports, steps, _ in found:
         (report,) = reports
         assert report.rank == culprit and culprit not in report.witnesses
@@ -320,7 +320,7 @@ def spoils(run: Run, shard: int, value: float) -> None:
 UNCHECKED = next(
     step
     for step in range(3, 50)
-    if not verification.checks([(0, 1), (2, 3), (4, 5), (6, 7)], 1 / 64, 3, 1, step)
+    if not verification_rules.checks([(0, 1), (2, 3), (4, 5), (6, 7)], 1 / 64, 3, 1, step)
 )
 
 

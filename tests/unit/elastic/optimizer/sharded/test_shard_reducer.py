@@ -20,8 +20,8 @@ from elastic.collectives.interface import Op
 from elastic.data import DataLoader, ShardedFiles, optimizer_steps
 from elastic.errors import Invalid, StateMismatch
 from elastic.exact import load_balancing
+from elastic.exact.shard_step import StepListener
 from elastic.exact.shards import Shards
-from elastic.exact.step import StepListener
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.sharded.buckets import ShardBucket
 from elastic.optimizer.sharded.reducer import ShardReducer
@@ -52,7 +52,7 @@ def ranks(monkeypatch):
 
     monkeypatch.setattr(lifecycle, "position", position)
     # Threads have one generator together; tests of processes draw from it.
-    monkeypatch.setattr("elastic.exact.generators.set_seed", lambda seed: None)
+    monkeypatch.setattr("elastic.exact.random_generators.set_seed", lambda seed: None)
     # They have one count of steps, too, and are not at the same place.
     counted = create_autospec(optimizer_steps)
     counted.count.return_value = 0
@@ -657,7 +657,7 @@ def test_rank_with_different_arithmetic_is_refused_unless_inexact_is_allowed(
     ranks, monkeypatch, caplog, allowed
 ):
     monkeypatch.setattr(
-        "elastic.exact.probe.lines",
+        "elastic.exact.arithmetic_probe.lines",
         lambda: [f"arithmetic.threads {1 + lifecycle.current().place.rank}"],
     )
 

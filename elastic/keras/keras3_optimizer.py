@@ -11,7 +11,7 @@ import torch
 
 from elastic.api.keras_version import LEGACY, keras
 from elastic.errors import Invalid
-from elastic.keras import tensors
+from elastic.keras import backends
 from elastic.negotiation import submission
 from elastic.negotiation.process_sets import resolve_or_alone
 from elastic.optimizer.framework_options import GradientOptions
@@ -66,8 +66,8 @@ class ReducesGradients:
         """
         steps = self.gradient_accumulation_steps
         if steps and not self._elastic_outer:
-            grads = tensors.where(
-                tensors.backend() != "jax" or (self._iterations + 1) % steps == 0,
+            grads = backends.where(
+                backends.backend() != "jax" or (self._iterations + 1) % steps == 0,
                 lambda: _reduced(list(grads), self._elastic_applied, self._elastic),
                 lambda: list(grads),
             )
@@ -205,7 +205,7 @@ def _subclass(kind: type) -> type:
 
 
 def _reduced(grads: list[Any], local: Sequence[bool], options: GradientOptions) -> list[Any]:
-    if tensors.backend() == "tensorflow":
+    if backends.backend() == "tensorflow":
         from elastic.tensorflow import gradients
 
         return gradients.reduce(grads, options, local)
@@ -215,7 +215,7 @@ def _reduced(grads: list[Any], local: Sequence[bool], options: GradientOptions) 
     for places, compute in ((shared, _reduce), (owned, _as_shares)):
         if places:
             run = functools.partial(compute, options=options)
-            made = tensors.apply(run, [grads[place] for place in places])
+            made = backends.apply(run, [grads[place] for place in places])
             for place, each in zip(places, made, strict=True):
                 grads[place] = each
     return grads
@@ -263,7 +263,7 @@ def reduce_in_loss_scales() -> None:
 @functools.cache
 def leave_xla_out() -> None:
     """Disable XLA in Keras's training step on TensorFlow, because code compiled by XLA cannot call the reduction."""
-    if tensors.backend() != "tensorflow":
+    if backends.backend() != "tensorflow":
         return
     make = keras.Model.make_train_function
 

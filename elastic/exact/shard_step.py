@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from elastic.exact import tree
+from elastic.exact import reduction_tree
 
 
 class PassResult(NamedTuple):
@@ -26,8 +26,8 @@ class ShardStep(NamedTuple):
     number: int
     held: tuple[tuple[int, ...], ...]  # the shards that each rank computes
     rank: int
-    merges: list[tree.Merge]  # merge operations after each of this rank's shards
-    partials: list[list[tree.Node]]  # partial sums that remain on each rank
+    merges: list[reduction_tree.Merge]  # merge operations after each of this rank's shards
+    partials: list[list[reduction_tree.Node]]  # partial sums that remain on each rank
 
 
 class StepListener(Protocol):
@@ -35,7 +35,7 @@ class StepListener(Protocol):
 
     def step_begins(self, step: ShardStep) -> None: ...
 
-    def shard_begins(self, merge: tree.Merge, last: bool) -> None:
+    def shard_begins(self, merge: reduction_tree.Merge, last: bool) -> None:
         """Handle the beginning of a shard.
 
         Args:

@@ -8,15 +8,15 @@ import numpy
 import pytest
 import torch
 
-from elastic.exact import generators
+from elastic.exact import random_generators
 from elastic.exact.shards import Shards
 
 
 @pytest.fixture(autouse=True)
 def those_of_before():
-    before = generators.state()
+    before = random_generators.state()
     yield
-    generators.set_state(before)
+    random_generators.set_state(before)
 
 
 def draw() -> list[float]:
@@ -31,12 +31,12 @@ def draw() -> list[float]:
 
 
 def test_generator_state_is_restored():
-    generators.set_seed(3)
+    random_generators.set_seed(3)
     draw()
-    saved = generators.state()
+    saved = random_generators.state()
     drawn = draw()
     assert draw() != drawn
-    generators.set_state(saved)
+    random_generators.set_state(saved)
     assert draw() == drawn
 
 

@@ -23,8 +23,8 @@ def place(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the shards of each rank, in ascending order, given the number of shards of each rank.
 
     Each number is split into powers of two, which are placed largest first. Every piece is therefore aligned to its
-    length and is one node of the reduction tree (see `elastic.exact.tree`), so a rank has few partial sums. A buddy
-    allocator divides memory in the same way (Knowlton, CACM 1965).
+    length and is one node of the reduction tree (see `elastic.exact.reduction_tree`), so a rank has few partial sums. A
+    buddy allocator divides memory in the same way (Knowlton, CACM 1965).
     """
     pieces = [
         (1 << bit, rank)

@@ -10,8 +10,8 @@ import torch
 from elastic.api import arrays
 from elastic.api.keras_version import keras
 from elastic.errors import Invalid
-from elastic.keras import first_step
-from elastic.keras import optimizer as reducing
+from elastic.keras import keras3_optimizer as reducing
+from elastic.keras import trace_before_first_step
 from elastic.state import registry
 from elastic.state.handlers.variables import VariablesPart, values_of
 from elastic.state.snapshots.snapshot import same_bits
@@ -28,10 +28,10 @@ class ModelPart(VariablesPart):
                 f"{self.what} has no weights yet: add an Input, or call the model once, before you pass it to a"
                 " state"
             )
-        first_step.watch(self.value)
+        trace_before_first_step.watch(self.value)
 
     def build_step(self, step_input: bytes) -> None:
-        first_step.prepare(self.value, step_input)
+        trace_before_first_step.prepare(self.value, step_input)
 
     def variables(self) -> Sequence[Any]:
         _settle(self.value)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.exact import tree
-from elastic.exact.assignment import assign, balance
-from elastic.exact.tree import Node
+from elastic.exact import reduction_tree
+from elastic.exact.reduction_tree import Node
+from elastic.exact.shard_assignment import assign, balance
 from harness.golden import raises
 
 
@@ -16,7 +16,7 @@ def expression(held: list[list[int]], shards: int) -> str:
     """Return the additions if each rank has these shards."""
     stacks, partials = [], []
     for own in held:
-        merges, nodes = tree.schedule(own, shards)
+        merges, nodes = reduction_tree.schedule(own, shards)
         stack: list[str] = []
         for shard, place, count in merges:
             assert place == len(stack)
@@ -28,7 +28,7 @@ def expression(held: list[list[int]], shards: int) -> str:
         stacks.append(stack)
         partials.append(nodes)
     found: list[str] = []
-    for each in tree.program(partials, shards):
+    for each in reduction_tree.program(partials, shards):
         if each is None:
             right = found.pop()
             found[-1] = f"({found[-1]}+{right})"
@@ -63,20 +63,20 @@ def test_any_partition_gives_the_same_expression(data):
 
 @given(st.integers(1, 300))
 def test_single_rank_ends_with_the_root_and_needs_one_buffer_per_level(shards):
-    merges, partials = tree.schedule(range(shards), shards)
+    merges, partials = reduction_tree.schedule(range(shards), shards)
     assert partials == [Node(0, shards)]
     waiting = [each.place + 1 - each.merges for each in merges[:-1]]
     assert max(waiting, default=0) <= (shards - 1).bit_length()
-    assert tree.completes(merges) == [False] * (shards - 1) + [True]
+    assert reduction_tree.completes(merges) == [False] * (shards - 1) + [True]
 
 
 @given(st.integers(1, 40), st.sets(st.integers(0, 39)))
 def test_each_partial_is_complete_once_and_not_modified_afterwards(shards, some):
     held = sorted(shard for shard in some if shard < shards)
-    merges, partials = tree.schedule(held, shards)
+    merges, partials = reduction_tree.schedule(held, shards)
     complete = [
         (each.place - each.merges, each.shard + 1)
-        for each, done in zip(merges, tree.completes(merges), strict=True)
+        for each, done in zip(merges, reduction_tree.completes(merges), strict=True)
         if done
     ]
     assert complete == [(place, node.stop) for place, node in enumerate(partials)]
@@ -92,7 +92,7 @@ def test_shards_are_assigned_to_one_rank_with_few_partials(shards, ranks):
     assert balance(shards, ranks) == pytest.approx(shards / (ranks * max(sizes)))
     for own in held:
         assert list(own) == sorted(own)
-        _, partials = tree.schedule(own, shards)
+        _, partials = reduction_tree.schedule(own, shards)
         assert len(partials) <= len(own).bit_count()  # one for each power of two
     assert expression([list(each) for each in held], shards) == expression(
         [list(range(shards))], shards
@@ -100,9 +100,9 @@ def test_shards_are_assigned_to_one_rank_with_few_partials(shards, ranks):
 
 
 def test_missing_partial_is_an_error():
-    _, nodes = tree.schedule((0, 1, 2), 4)
+    _, nodes = reduction_tree.schedule((0, 1, 2), 4)
     with raises(ValueError):
-        tree.program([nodes, []], 4)
+        reduction_tree.program([nodes, []], 4)
 
 
 @pytest.mark.parametrize(("shards", "ranks"), [(0, 1), (1, 0)])

@@ -15,7 +15,7 @@ from elastic.api import arrays, ops
 from elastic.api.compression import Compression
 from elastic.api.ops import Average
 from elastic.errors import Invalid
-from elastic.keras import tensors
+from elastic.keras import backends
 
 
 def allreduce(
@@ -102,7 +102,7 @@ def _in_tensorflow(value: Any) -> bool:
 
     In a TensorFlow 1 graph a number is reduced immediately, as in Horovod, which runs a session for it.
     """
-    if tensors.backend() != "tensorflow":
+    if backends.backend() != "tensorflow":
         return False
     import tensorflow as tf
 
@@ -129,16 +129,16 @@ def _apply(
     ``reshapes`` is the name of a collective whose result has another shape than its argument, or None. Raises Invalid
     for such a collective in a step compiled by JAX.
     """
-    if reshapes is not None and tensors.is_traced(value):
+    if reshapes is not None and backends.is_traced(value):
         raise Invalid(
             f"{reshapes} can't run in a step that JAX compiles, because the shape of the result is known only at"
             f" run time: call {reshapes} outside the step"
         )
 
-    if tensors.backend() == "tensorflow":
+    if backends.backend() == "tensorflow":
         return arrays.to_numpy(compute(arrays.value_of(value)))[()]
 
     def run(given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         return [compute(given[0])]
 
-    return tensors.apply(run, [tensors.of_backend(value)])[0]
+    return backends.apply(run, [backends.of_backend(value)])[0]

@@ -10,7 +10,7 @@ import itertools
 from typing import Any
 
 from elastic.api.keras_version import LEGACY, keras
-from elastic.keras import tensors
+from elastic.keras import backends
 
 
 def limit(model: keras.Model, left: int) -> None:
@@ -36,7 +36,7 @@ def limit(model: keras.Model, left: int) -> None:
 
 def _first(batches: Any, number: int) -> Any:
     first = itertools.islice(batches, number)
-    if tensors.backend() != "tensorflow":
+    if backends.backend() != "tensorflow":
         return first
     import tensorflow as tf
 

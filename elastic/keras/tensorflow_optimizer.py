@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from elastic.errors import Invalid
 from elastic.keras import distributed_optimizer
-from elastic.keras import optimizer as reducing
+from elastic.keras import keras3_optimizer as reducing
 from elastic.negotiation.process_sets import ProcessSet, global_process_set
 from elastic.optimizer import framework_options
 from elastic.tensorflow import v1_optimizer

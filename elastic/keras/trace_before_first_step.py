@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic.api.keras_version import LEGACY, keras
-from elastic.keras import tensors
+from elastic.keras import backends
 from elastic.protocol.messages import STEP_INPUT_LIMIT
 from elastic.runtime import lifecycle
 
@@ -26,7 +26,7 @@ _watched: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 def watch(model: keras.Model) -> None:
     """Report the shapes and dtypes of the batches on which the model is trained."""
-    if not LEGACY and tensors.backend() == "tensorflow":
+    if not LEGACY and backends.backend() == "tensorflow":
         _watched.add(model)
         _trace_by_train_function()
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.exact import probe
+from elastic.exact import arithmetic_probe
 from harness.golden import raises
 
 MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)
-PROGRAM = "from elastic.exact import probe; print(*probe.lines(), sep=chr(10))"
+PROGRAM = (
+    "from elastic.exact import arithmetic_probe; print(*arithmetic_probe.lines(), sep=chr(10))"
+)
 
 
 def said_with(**env: str) -> dict[str, str]:
@@ -55,28 +57,37 @@ def test_different_threads_or_instruction_sets_change_the_measured_numbers():
 
 def test_probe_preserves_the_generator_state_and_is_measured_once():
     before = torch.get_rng_state()
-    first = probe.lines()
-    measured = probe._measured.cache_info().misses
-    assert probe.lines() == first and probe._measured.cache_info().misses == measured
+    first = arithmetic_probe.lines()
+    measured = arithmetic_probe._measured.cache_info().misses
+    assert (
+        arithmetic_probe.lines() == first
+        and arithmetic_probe._measured.cache_info().misses == measured
+    )
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_probe_reports_thread_count_and_matmul_precision(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
-    assert {"arithmetic.threads 77", "arithmetic.matmul_precision medium"} <= set(probe.lines())
+    assert {"arithmetic.threads 77", "arithmetic.matmul_precision medium"} <= set(
+        arithmetic_probe.lines()
+    )
 
 
 @pytest.mark.skipif(MATMUL is None, reason="needs torch 2.9")
 def test_precision_set_by_the_newer_names_is_reported():
     """torch's older functions raise then."""
-    usual = probe.lines()
+    usual = arithmetic_probe.lines()
     MATMUL.fp32_precision = "bf16"
     try:
         with raises(RuntimeError):
             torch.get_float32_matmul_precision()
-        said = [line for line in probe.lines() if line.startswith("arithmetic.matmul_precision ")]
+        said = [
+            line
+            for line in arithmetic_probe.lines()
+            if line.startswith("arithmetic.matmul_precision ")
+        ]
     finally:
         MATMUL.fp32_precision = "none"
     assert "mkldnn.matmul=bf16" in said[0]
-    assert probe.lines() == usual
+    assert arithmetic_probe.lines() == usual
