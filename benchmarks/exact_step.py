@@ -43,8 +43,8 @@ import groups
 import models
 import results_output
 from elastic.collectives.shared_memory import host_copy
-from elastic.exact import tree
-from elastic.exact.assignment import assign
+from elastic.exact import reduction_tree
+from elastic.exact.shard_assignment import assign
 from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.gradients.flat_buckets import zeros
@@ -105,13 +105,15 @@ class ShardSteps:
             self.optimizer = DistributedOptimizer(self.optimizer, shards=self._shards)
         self._moved: torch.Tensor | None = None
         if moved and ranks > 1:
-            partials = sum(len(tree.schedule(held, count)[1]) for held in dealt)
+            partials = sum(len(reduction_tree.schedule(held, count)[1]) for held in dealt)
             elements = models.parameters(self.model) * (partials + ranks) // (2 * ranks)
             self._moved = zeros(elements, torch.float32, groups.CPU)
             self._sum = groups.sum_with(groups.ours())
         self._copies: list[host_copy.HostCopy] = []
         single = [
-            each for each in tree.schedule(self._held, count)[1] if each.stop - each.start == 1
+            each
+            for each in reduction_tree.schedule(self._held, count)[1]
+            if each.stop - each.start == 1
         ]
         if copied and ranks > 1:
             trained: list[torch.Tensor] = list(self.model.parameters())

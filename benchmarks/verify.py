@@ -44,7 +44,7 @@ import groups
 import models
 import results_output
 import tests_on_path  # noqa: F401
-from elastic.exact import assignment, verification
+from elastic.exact import shard_assignment, verification_rules
 from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.runtime import lifecycle
@@ -120,8 +120,8 @@ class InjectionResult:
 
 def checked(rank: int, share: float, step: int) -> int:
     """Return the number of passes of a rank that are compared in a step."""
-    held = assignment.assign(SHARDS, WORKERS)
-    found = verification.checks(held, share, SEED, TRAINING, step)
+    held = shard_assignment.assign(SHARDS, WORKERS)
+    found = verification_rules.checks(held, share, SEED, TRAINING, step)
     return sum(rank in (each.owner, each.second) for each in found)
 
 
@@ -346,7 +346,7 @@ class CostAnswer:
 def measure(name: str, count: int, steps: int) -> CostAnswer:
     verified, plain = VerifiedSteps(name, SAMPLED, count), VerifiedSteps(name, 0.0, count)
     ranks = distributed.get_world_size()
-    held = assignment.assign(count, ranks)
+    held = shard_assignment.assign(count, ranks)
     found: dict[bool, list[float]] = {True: [], False: []}
     for step in range(WARM + steps):
         took = [0.0, 0.0]
@@ -354,7 +354,7 @@ def measure(name: str, count: int, steps: int) -> CostAnswer:
             took[way] = (verified, plain)[way]()
         slowest = torch.tensor(took, dtype=torch.float64)
         distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
-        checks = verification.checks(held, SAMPLED, 0, lifecycle.current().generation, step)
+        checks = verification_rules.checks(held, SAMPLED, 0, lifecycle.current().generation, step)
         if step >= WARM:
             found[bool(checks)].append(float(slowest[0] / slowest[1]))
     weights = zip(verified.model.parameters(), plain.model.parameters(), strict=True)
@@ -365,8 +365,8 @@ def measure(name: str, count: int, steps: int) -> CostAnswer:
 
 def cost(options: Any) -> tuple[dict[str, Any], list[Mark]]:
     console = results_output.console()
-    share, held = options.cost_verify, assignment.assign(options.shards, options.ranks)
-    between = verification.steps_between(held, share)
+    share, held = options.cost_verify, shard_assignment.assign(options.shards, options.ranks)
+    between = verification_rules.steps_between(held, share)
     found = results_output.table(
         f"verify={share:g} on {options.ranks} workers, {options.shards} shards, to steps without",
         *("model", "step with checks", "other steps", f"mean, checks in every {between:g}th step"),

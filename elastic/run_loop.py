@@ -45,7 +45,7 @@ from elastic.errors import (
 )
 from elastic.monitoring import step_count, timeline
 from elastic.negotiation import process_sets
-from elastic.optimizer.gradients import gradient_layout
+from elastic.optimizer.gradients import reduction_description
 from elastic.protocol.calls import distinct
 from elastic.protocol.messages import COPY, STATE, World
 from elastic.protocol.uncaught.sending import LostDriver, send_report
@@ -192,7 +192,7 @@ def _train(
         state.capture_shards()
     # Optimizers outside the state that exist before training, which every worker must have created. Later ones may come
     # and go.
-    others = gradient_layout.outside_state(state.handled())
+    others = reduction_description.outside_state(state.handled())
     departure.waits = rt.elastic or rt.commits.durable is not None
     first = True
     while True:

@@ -20,12 +20,12 @@ from elastic.chaos.simulator.simulated_worker import SimulatedWorker
 from elastic.errors import ShardLost
 from elastic.protocol import messages
 from elastic.protocol.messages import ShardsHeld, ShardsPlaced, Worker
-from elastic.sharding import placement, resharding, shard_inventory, shard_reports
+from elastic.sharding import copy_placement, resharding, shard_inventory, shard_reports
+from elastic.sharding.copy_placement import Placement, copied_to
 from elastic.sharding.device_mesh import columns, mesh_shape, sender
 from elastic.sharding.double_buffer import BufferRecord, DoubleBuffer
-from elastic.sharding.placement import Placement, copied_to
 from elastic.sharding.resharding import ReshardingMove
-from elastic.sharding.rows import ShardedTensor, ShardLayout, owners
+from elastic.sharding.row_layout import ShardedTensor, ShardLayout, owners
 from elastic.sharding.shard_inventory import CommitId, Inventory, WholeCommit
 
 TENSORS = (ShardedTensor("weight", 7, 8), ShardedTensor("bias", 1, 4), ShardedTensor("odd", 5, 3))
@@ -275,7 +275,7 @@ class ShardedWorker(SimulatedWorker):
                     {(move.tensor, row): held[move.tensor, row] for row in range(*move.rows)}
                 )
         assert {*rows} == _keys(owners(order, shards)[rank], shards), f"{self.worker} lacks rows"
-        self._placement = placement.place_copies(order, hosts, self._job.copies, (), shards)
+        self._placement = copy_placement.place_copies(order, hosts, self._job.copies, (), shards)
         shard, kept = owners(order, shards)[rank], tuple(copied_to(self._placement, rank))
         layout, memory = ShardLayout(TENSORS, whole.shards), set() if mine is None else {*mine[0]}
         self._placed = shard_reports.as_placed(

@@ -28,9 +28,9 @@ from elastic.collectives import object_exchange
 from elastic.failpoints import failpoint
 from elastic.protocol.messages import COPY
 from elastic.runtime.worker_runtime import WorkerRuntime
-from elastic.sharding.rows import Rows
-from elastic.state.fully_sharded.live_shards import RowSpec
+from elastic.sharding.row_layout import Rows
 from elastic.state.fully_sharded.sharded_commits import WorldInventory
+from elastic.state.fully_sharded.sharded_handlers import RowSpec
 from elastic.state.handled_state import HandledState, shards_of
 from elastic.state.state import broadcast_state
 

@@ -12,7 +12,7 @@ from elastic.api.arrays import to_numpy, to_torch
 from elastic.errors import Invalid, StateMismatch, UnsupportedType
 from elastic.jax import arrays, pytrees, unsupported_modes
 from elastic.jax.pytrees import Flat, Leaf, Tree
-from elastic.state import registry
+from elastic.state import handler_registry
 from elastic.state.handled_state import HandledState
 from elastic.state.handlers.part import Part
 
@@ -225,4 +225,4 @@ class JaxState(HandledState):
             part.value.value = value
 
 
-registry.set_handler_registry([(Tree, TreePart), *registry.get_handler_registry()])
+handler_registry.set_handler_registry([(Tree, TreePart), *handler_registry.get_handler_registry()])

@@ -12,8 +12,8 @@ from elastic.api.keras_version import keras
 from elastic.errors import Invalid
 from elastic.keras import keras3_optimizer as reducing
 from elastic.keras import trace_before_first_step
-from elastic.state import registry
-from elastic.state.handlers.variables import VariablesPart, values_of
+from elastic.state import handler_registry
+from elastic.state.handlers.framework_variables import VariablesPart, values_of
 from elastic.state.snapshots.snapshot import same_bits
 
 
@@ -111,10 +111,10 @@ def _forget(model: Any) -> None:
         model._jax_state_synced = True
 
 
-registry.set_handler_registry(
+handler_registry.set_handler_registry(
     [
         (keras.Model, ModelPart),
         *((kind, OptimizerPart) for kind in reducing.kinds()),
-        *registry.get_handler_registry(),
+        *handler_registry.get_handler_registry(),
     ]
 )

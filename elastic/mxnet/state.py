@@ -11,10 +11,10 @@ from mxnet.gluon.parameter import DeferredInitializationError
 from elastic.errors import Invalid
 from elastic.mxnet.bridge import view
 from elastic.mxnet.parameters import only_array
-from elastic.state import registry
+from elastic.state import handler_registry
 from elastic.state.handled_state import HandledState
+from elastic.state.handlers.framework_variables import VariablesPart
 from elastic.state.handlers.part import Part
-from elastic.state.handlers.variables import VariablesPart
 
 
 class BlockPart(VariablesPart):
@@ -152,6 +152,10 @@ class MXNetState(HandledState):
         super().__init__({**values, **kwargs}, rng)
 
 
-registry.set_handler_registry(
-    [(mx.gluon.Block, BlockPart), (mx.gluon.Trainer, TrainerPart), *registry.get_handler_registry()]
+handler_registry.set_handler_registry(
+    [
+        (mx.gluon.Block, BlockPart),
+        (mx.gluon.Trainer, TrainerPart),
+        *handler_registry.get_handler_registry(),
+    ]
 )

@@ -20,10 +20,9 @@ from elastic.collectives.interface import Op
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.negotiation.process_sets import ProcessSet, global_process_set, require_global, resolve
-from elastic.optimizer import adasum_optimizer, divided_optimizer, wrapped_optimizer
+from elastic.optimizer import adasum_optimizer, wrapped_optimizer, zero1_optimizer
 from elastic.optimizer.adasum_optimizer import AdasumDistributed, BackwardPasses
-from elastic.optimizer.divided_optimizer import DividedOptimizer
-from elastic.optimizer.gradients import gradient_layout
+from elastic.optimizer.gradients import reduction_description
 from elastic.optimizer.gradients.flat_buckets import Compressor
 from elastic.optimizer.gradients.gradient_options import (
     Options,
@@ -31,8 +30,9 @@ from elastic.optimizer.gradients.gradient_options import (
     check_predivide_factor,
 )
 from elastic.optimizer.gradients.gradient_reducer import GradientReducer
-from elastic.optimizer.sharded.reducer import ShardReducer
+from elastic.optimizer.shard_sums.reducer import ShardReducer
 from elastic.optimizer.wrapped_optimizer import UNNAMED, Reducer, WrappedOptimizer, check_passes
+from elastic.optimizer.zero1_optimizer import DividedOptimizer
 from elastic.runtime import lifecycle
 
 
@@ -149,7 +149,7 @@ def DistributedOptimizer(
         else WrappedOptimizer
     )
     optimizer_class = _subclass(type(optimizer), added)  # type: ignore[arg-type]
-    made = gradient_layout.OptimizerArguments(
+    made = reduction_description.OptimizerArguments(
         Options(reduction, gradient_predivide_factor, compression, groups),
         backward_passes_per_step,
         sparse_as_dense,
@@ -271,7 +271,7 @@ def _check_zero(
     for name, given in refused.items():
         if given:
             raise Invalid(f"zero=1 can't be combined with {name}: omit one of them")
-    divided_optimizer.check(optimizer)
+    zero1_optimizer.check(optimizer)
 
 
 def _checked_names(

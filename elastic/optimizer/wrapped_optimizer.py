@@ -13,7 +13,7 @@ import torch
 from elastic.collectives.interface import Op
 from elastic.errors import Invalid
 from elastic.failpoints import failpoint
-from elastic.optimizer.gradients import gradient_layout
+from elastic.optimizer.gradients import reduction_description
 from elastic.runtime import lifecycle
 
 # default name of a parameter, formatted with the index of its group and its index in the group
@@ -44,7 +44,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     They take precedence over the methods of that class.
     """
 
-    gradients_made: gradient_layout.OptimizerArguments
+    gradients_made: reduction_description.OptimizerArguments
     _parameter_names: dict[torch.Tensor, str]
     _synchronized: bool  # whether the script has called synchronize() since the last step
     _synchronized_for_scaler: bool
@@ -69,10 +69,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def gradient_layout(self, name: str) -> list[str]:
         """Return this optimizer's lines of the state's layout, which must be equal on all ranks.
 
-        See `elastic.optimizer.gradients.gradient_layout`.
+        See `elastic.optimizer.gradients.reduction_description`.
         """
         parameters = (each for group in self.param_groups for each in group["params"])
-        return gradient_layout.lines(name, self.gradients_made, parameters, self._parameter_names)
+        return reduction_description.lines(
+            name, self.gradients_made, parameters, self._parameter_names
+        )
 
     def gradient_bytes(self) -> int:
         """Return the size in bytes of the gradients' CPU buckets, as far as it is known before the first step."""
@@ -235,7 +237,7 @@ def wrap(
     optimizer: torch.optim.Optimizer,
     wrapped_class: type[WrappedOptimizer],
     names: dict[torch.Tensor, str],
-    made: gradient_layout.OptimizerArguments,
+    made: reduction_description.OptimizerArguments,
 ) -> WrappedOptimizer:
     """Create an instance of ``wrapped_class`` that shares the contents of ``optimizer``.
 

@@ -26,7 +26,7 @@ from elastic.data.loader import DataLoader, loaders
 from elastic.data.sampler import ElasticSampler
 from elastic.errors import ScriptMistakes
 from elastic.monitoring import data_waits, moved_tensors
-from elastic.optimizer.divided_optimizer import whole_parameters
+from elastic.optimizer.zero1_optimizer import whole_parameters
 from elastic.rendezvous import distributed_samplers
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.script_checks import mistakes, script_source, step_sources

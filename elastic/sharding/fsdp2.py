@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from elastic.collectives.dtensor import is_dtensor
-from elastic.sharding import operator_decisions, tested_torch
+from elastic.sharding import dtensor_operators, tested_torch
 
 
 def sharded_states(model: nn.Module) -> list[Any]:
@@ -68,7 +68,7 @@ def obstacle(model: nn.Module) -> str | None:
         return why
     # `remesh` needs this module. Importing it only then would add 0.2 s to the first recovery.
     importlib.import_module("torch.distributed.tensor.debug")
-    operator_decisions.remember()
+    dtensor_operators.remember()
     size = torch.distributed.get_world_size()
     ours = {id(param.sharded_param) for param in sharded_params(model).values()}
     for group in groups(model):

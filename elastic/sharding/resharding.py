@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from elastic.sharding.device_mesh import columns
-from elastic.sharding.rows import Rows, ShardedTensor, ShardLayout, overlap, owners, pieces
+from elastic.sharding.row_layout import Rows, ShardedTensor, ShardLayout, overlap, owners, pieces
 from elastic.sharding.shard_inventory import WholeCommit
 
 

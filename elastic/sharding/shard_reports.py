@@ -12,7 +12,7 @@ import msgspec
 
 from elastic.protocol.messages import Commit, HeldCommitShards, RowBytes, ShardsHeld, ShardsPlaced
 from elastic.sharding.resharding import ReshardingMove, move_bytes, travelling
-from elastic.sharding.rows import ShardLayout
+from elastic.sharding.row_layout import ShardLayout
 from elastic.sharding.shard_inventory import CommitId, HeldShard, Inventory, WholeCommit
 
 ORIGINS = RowBytes.__struct_fields__

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from elastic.sharding import tested_torch
-from elastic.sharding.partition import Partition
+from elastic.sharding.zero_partition import Partition
 
 
 def is_zero(optimizer: object) -> bool:

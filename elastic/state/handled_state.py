@@ -21,12 +21,17 @@ from elastic.protocol.messages import COPY, Commit, KeptCommit, ShardsHeld
 from elastic.runtime import lifecycle
 from elastic.sharding import fsdp2, unsupported_sharding
 from elastic.state import replaced_optimizers, shard_checks
-from elastic.state.fully_sharded.live_shards import FullyShardedHandler, ShardedOptimizerHandler
 from elastic.state.fully_sharded.shard_buffers import ShardBuffers
 from elastic.state.fully_sharded.sharded_commits import ShardedCommits, WorldInventory
-from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
+from elastic.state.fully_sharded.sharded_handlers import (
+    FullyShardedHandler,
+    ShardedOptimizerHandler,
+)
+from elastic.state.fully_sharded.zero_handlers import DividedOptimizerHandler, ZeroOptimizerHandler
+from elastic.state.handler_registry import handler_for, refuse_hidden
 from elastic.state.handlers import state_transfer
 from elastic.state.handlers.diloco_state import DiLoCoStateHandler
+from elastic.state.handlers.framework_variables import VariablesPart
 from elastic.state.handlers.held_commit import CommitCopy, HeldCommit, HeldPart
 from elastic.state.handlers.loader_state import LoaderStateHandler
 from elastic.state.handlers.model_state import ModelStateHandler
@@ -34,8 +39,6 @@ from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.part import Part, SamplerStateHandler, StateHandler
 from elastic.state.handlers.random_state import RandomState
 from elastic.state.handlers.state_transfer import GroupOn
-from elastic.state.handlers.variables import VariablesPart
-from elastic.state.registry import handler_for, refuse_hidden
 from elastic.state.snapshots import digest
 from elastic.state.snapshots.snapshot import Snapshot
 from elastic.state.state import (
@@ -68,7 +71,7 @@ class _OfThisProcess:
 
 
 class HandledState(_OfThisProcess, ObjectState):
-    """State of values, some of which are handled by a `Part` or by a user-defined handler. See `registry`."""
+    """State of values, some of which are handled by a `Part` or by a user-defined handler. See `handler_registry`."""
 
     def __init__(
         self, values: dict[str, Any], rng: Any = False, copies: Any = 1, least_shards: Any = None

@@ -26,11 +26,11 @@ from elastic.protocol.messages import Commit, KeptCommit, ShardsHeld
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state.commit_pace import CommitPace
+from elastic.state.handler_registry import refuse_handled
 from elastic.state.handlers import state_transfer
 from elastic.state.handlers.held_commit import HeldCommit
 from elastic.state.handlers.python_values import copied
 from elastic.state.handlers.state_transfer import GroupOn
-from elastic.state.registry import refuse_handled
 
 log = logging.getLogger("elastic.state")
 

@@ -10,9 +10,9 @@ import torch
 
 from elastic.api import arrays
 from elastic.errors import Invalid
-from elastic.state import registry
+from elastic.state import handler_registry
 from elastic.state.handled_state import HandledState
-from elastic.state.handlers.variables import VariablesPart
+from elastic.state.handlers.framework_variables import VariablesPart
 
 
 class _Variables(list[Any]):
@@ -84,10 +84,10 @@ class TensorFlowState(HandledState):
         super().__init__({"variables": kept, **kwargs}, rng)
 
 
-registry.set_handler_registry(
+handler_registry.set_handler_registry(
     [
         (_SessionVariables, _SessionPart),
         (_Variables, VariablesPart),
-        *registry.get_handler_registry(),
+        *handler_registry.get_handler_registry(),
     ]
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from elastic.sharding import placement, resharding, shard_inventory
+from elastic.sharding import copy_placement, resharding, shard_inventory
+from elastic.sharding.copy_placement import Placement
 from elastic.sharding.double_buffer import BufferState, DoubleBuffer
-from elastic.sharding.placement import Placement
 from elastic.sharding.resharding import ReshardingMove
 from elastic.sharding.shard_inventory import Inventory, WholeCommit
 
@@ -15,7 +15,7 @@ from elastic.sharding.shard_inventory import Inventory, WholeCommit
 _newest_whole, _plan_moves, _place_copies = (
     shard_inventory.newest_whole,
     resharding.plan_moves,
-    placement.place_copies,
+    copy_placement.place_copies,
 )
 
 

@@ -7,7 +7,7 @@ import torch
 from elastic.checkpoints import commit_files
 from elastic.checkpoints.files.manifest import CommitName, Manifest
 from elastic.checkpoints.files.storage import Storage
-from elastic.sharding.rows import rows_of
+from elastic.sharding.row_layout import rows_of
 from elastic.state.handlers.held_commit import HeldCommit, HeldPart, HeldRows
 from elastic.state.state import hold
 from elastic.state.torch_state import TorchState

@@ -15,8 +15,8 @@ from elastic.exact import random_generators, reduction_tree, shard_assignment
 from elastic.exact.buffers import BufferKeeper
 from elastic.exact.load_balancing import LoadBalancer
 from elastic.exact.shards import Shards
-from elastic.optimizer.sharded.buckets import ShardBucket
-from elastic.optimizer.sharded.reducer import ShardReducer
+from elastic.optimizer.shard_sums.buckets import ShardBucket
+from elastic.optimizer.shard_sums.reducer import ShardReducer
 from elastic.runtime import lifecycle
 from elastic.state.handlers.model_state import ModelStateHandler
 from harness.data_job import SetAttr, position_by_rank

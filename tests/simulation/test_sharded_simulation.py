@@ -11,7 +11,7 @@ from elastic.chaos.simulator import simulated_shards
 from elastic.chaos.simulator.simulated_shards import ShardedJob
 from elastic.chaos.simulator.simulator import Simulation, Violation
 from elastic.driver.reasons import ReasonKind
-from elastic.sharding import placement, resharding, shard_inventory
+from elastic.sharding import copy_placement, resharding, shard_inventory
 from harness import planted_shards
 
 QUICK, ALL = 12, 400  # seeds
@@ -43,7 +43,7 @@ def test_many_sharded_simulations_keep_the_invariants(first: int):
     [
         (simulated_shards, "DoubleBuffer", planted_shards.WritesOverTheBase),
         (shard_inventory, "newest_whole", planted_shards.takes_stale_shards),
-        (placement, "place_copies", planted_shards.copies_on_the_owners_host),
+        (copy_placement, "place_copies", planted_shards.copies_on_the_owners_host),
         (simulated_shards, "sender", planted_shards.sends_from_a_rank_of_another_shard),
         (resharding, "plan_moves", planted_shards.brings_rows_to_one_replica),
     ],
@@ -80,7 +80,7 @@ def test_a_planted_bug_is_found(
         # In most seeds, rows of two commits are mixed first, which a journal does not show.
         (shard_inventory, "newest_whole", planted_shards.takes_stale_shards, "SEALED IS KEPT", 180),
         (
-            placement,
+            copy_placement,
             "place_copies",
             planted_shards.copies_on_the_owners_host,
             "EVERY SHARD HELD",

@@ -45,7 +45,7 @@ ROOMS = """
     elastic.state.fully_sharded
     elastic.state
     elastic.optimizer.gradients
-    elastic.optimizer.sharded
+    elastic.optimizer.shard_sums
     elastic.optimizer
     elastic.checkpoints.files
     elastic.checkpoints

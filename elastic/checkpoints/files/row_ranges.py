@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from elastic.checkpoints.files.manifest import RESTORE, StoredTensor, UnreadableCommit
-from elastic.sharding.rows import Rows, overlap
+from elastic.sharding.row_layout import Rows, overlap
 
 PIECE = 4 << 20  # number of bytes per checksum
 READ = 64 << 20  # number of bytes per read, buffered in memory in addition to the destination

@@ -10,7 +10,7 @@ import torch
 from elastic.checkpoints.files.manifest import RESTORE, StoredTensor, UnreadableCommit
 from elastic.checkpoints.files.row_ranges import reads
 from elastic.checkpoints.files.storage import Storage
-from elastic.sharding.rows import Rows
+from elastic.sharding.row_layout import Rows
 
 
 def read(

@@ -17,7 +17,7 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from elastic.data import DataLoader, from_torch
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
-from elastic.optimizer.sharded.reducer import ShardReducer
+from elastic.optimizer.shard_sums.reducer import ShardReducer
 
 # A private class is used, because no public class allows changing the order of backward and zero_grad.
 Automatic: Any = _AutomaticOptimization

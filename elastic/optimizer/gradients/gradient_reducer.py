@@ -40,6 +40,7 @@ from elastic.optimizer.gradients import (
     plan_agreement,
     plan_difference,
 )
+from elastic.optimizer.gradients.bucket_slots import GradientPlan, Slot
 from elastic.optimizer.gradients.flat_buckets import Compressor, FlatBucket, GradientBucket
 from elastic.optimizer.gradients.gradient_hooks import (
     GradientHooks,
@@ -47,7 +48,6 @@ from elastic.optimizer.gradients.gradient_hooks import (
     notify_end,
 )
 from elastic.optimizer.gradients.gradient_options import Options, digest_of
-from elastic.optimizer.gradients.gradient_plan import GradientPlan, Slot
 from elastic.optimizer.gradients.not_finite import FirstNotFinite
 from elastic.optimizer.gradients.plan_agreement import ComparisonPoint, StepFlag
 from elastic.optimizer.gradients.step_progress import (

@@ -6,7 +6,7 @@ import torch
 
 from elastic.collectives.interface import Op
 from elastic.optimizer.gradients.plan_agreement import StepFlag, read_mark
-from elastic.state.snapshots.pinned import PinnedCopy
+from elastic.state.snapshots.pinned_copy import PinnedCopy
 
 
 class HostStepFlag:

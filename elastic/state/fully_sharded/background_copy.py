@@ -15,8 +15,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic.collectives import threads_at_exit
-from elastic.state.snapshots import pinned
-from elastic.state.snapshots.pinned import DeviceStaging, Pair, PinnedCopy
+from elastic.state.snapshots import pinned_copy
+from elastic.state.snapshots.pinned_copy import DeviceStaging, Pair, PinnedCopy
 from elastic.torch_backend import compile_exclusion
 
 _LOOK_S = 0.1
@@ -46,10 +46,10 @@ class BackgroundCopy:
         # A read of the tensors within the GPU's memory takes a fraction of the time of a copy to the host.
         if exposed and not stage.has_room(self._tensors):
             before = _sums(self._tensors)
-            sums = pinned.like([before])[0].copy_(before, non_blocking=True)
+            sums = pinned_copy.like([before])[0].copy_(before, non_blocking=True)
             self._transit.follow(before.device, sums.nbytes)
             self._check = sums, [host for _, host in pairs]
-        pinned.send([*pairs], stage, self._transit, exposed=self._check is not None)
+        pinned_copy.send([*pairs], stage, self._transit, exposed=self._check is not None)
         if self._check is None:
             self._ordered.set()
             self._tensors = []

@@ -13,13 +13,13 @@ import torch
 
 from elastic.collectives.shared_memory.host_copy import HostCopy
 from elastic.sharding.resharding import ReshardingMove
-from elastic.sharding.rows import ShardLayout
+from elastic.sharding.row_layout import ShardLayout
 from elastic.sharding.shard_inventory import CommitId
 from elastic.state.fully_sharded import peer_arena
 from elastic.state.fully_sharded.background_copy import BackgroundCopy
-from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
 from elastic.state.fully_sharded.peer_arena import PeerArena
-from elastic.state.snapshots import digest, pinned
+from elastic.state.fully_sharded.sharded_handlers import LiveShard, RowSpec
+from elastic.state.snapshots import digest, pinned_copy
 from elastic.state.snapshots.snapshot import Snapshot
 
 _numbers = itertools.count()
@@ -43,12 +43,14 @@ class ShardBuffers:
     """
 
     def __init__(
-        self, spares: list[torch.Tensor] | None = None, stage: pinned.DeviceStaging | None = None
+        self,
+        spares: list[torch.Tensor] | None = None,
+        stage: pinned_copy.DeviceStaging | None = None,
     ) -> None:
         self._number = next(_numbers)
         self._spares = [] if spares is None else spares
-        self._stage = pinned.DeviceStaging() if stage is None else stage
-        self._pinned: pinned.PinnedMemory | None = None
+        self._stage = pinned_copy.DeviceStaging() if stage is None else stage
+        self._pinned: pinned_copy.PinnedMemory | None = None
         self._copying: tuple[BackgroundCopy, CommitId] | None = None
         # snapshots of the replicated tensors, by part name
         self.snapshots: dict[str, Snapshot] = {}
@@ -166,7 +168,7 @@ class ShardBuffers:
             return False
         if self._pinned is None:
             try:
-                self._pinned = pinned.PinnedMemory(self._own, next(iter(devices)))
+                self._pinned = pinned_copy.PinnedMemory(self._own, next(iter(devices)))
             except MemoryError as error:
                 _log_once(f"{error}; commits wait for their copy")
         return self._pinned is not None

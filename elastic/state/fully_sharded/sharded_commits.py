@@ -32,10 +32,9 @@ from elastic.protocol.messages import SHARDS_COMMIT, RowBytes, ShardsHeld, Shard
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.sharding import shard_reports
+from elastic.sharding.copy_placement import Placement, copied_to, lasting, place_copies
 from elastic.sharding.device_mesh import columns, mesh_shape, sender
-from elastic.sharding.division import Division
 from elastic.sharding.double_buffer import BufferRecord, DoubleBuffer
-from elastic.sharding.placement import Placement, copied_to, lasting, place_copies
 from elastic.sharding.resharding import (
     ReshardingMove,
     order_of_replicas,
@@ -43,7 +42,8 @@ from elastic.sharding.resharding import (
     plan_moves,
     rounds,
 )
-from elastic.sharding.rows import Rows, ShardLayout, owners
+from elastic.sharding.row_layout import Rows, ShardLayout, owners
+from elastic.sharding.shard_division import Division
 from elastic.sharding.shard_inventory import (
     CommitId,
     HeldShard,
@@ -53,12 +53,12 @@ from elastic.sharding.shard_inventory import (
     newest_whole,
 )
 from elastic.state.fully_sharded import peer_arena
-from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec, Sharded
+from elastic.state.fully_sharded.background_exchange import Transfer
 from elastic.state.fully_sharded.peer_arena import ArenaOffer, PeerArena
 from elastic.state.fully_sharded.shard_buffers import ShardBuffers, as_layout
-from elastic.state.fully_sharded.transfer import Transfer
+from elastic.state.fully_sharded.sharded_handlers import LiveShard, RowSpec, Sharded
 from elastic.state.handlers.held_commit import HeldCommit, HeldRows
-from elastic.state.snapshots.pinned import DeviceStaging
+from elastic.state.snapshots.pinned_copy import DeviceStaging
 from elastic.state.snapshots.snapshot import Snapshot
 
 WRITTEN = (

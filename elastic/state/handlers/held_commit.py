@@ -16,7 +16,7 @@ from elastic.state.snapshots.snapshot import Snapshot, SnapshotBuffers
 class HeldRows:
     """This rank's rows of a sharded tensor, starting at row ``begin``.
 
-    ``plain``, ``sizes`` and ``on_host``: see `live_shards.RowSpec`.
+    ``plain``, ``sizes`` and ``on_host``: see `sharded_handlers.RowSpec`.
 
     Args:
         whole: complete tensor, on the meta device.

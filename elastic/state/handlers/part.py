@@ -15,7 +15,7 @@ from elastic.runtime import lifecycle
 from elastic.state.handlers import state_transfer
 from elastic.state.handlers.python_values import copied
 from elastic.state.handlers.tensor_spec import Destination, TensorSpec
-from elastic.state.snapshots import pinned
+from elastic.state.snapshots import pinned_copy
 from elastic.state.snapshots.snapshot import Snapshot
 
 
@@ -189,7 +189,7 @@ class Part(StateHandler):
         specs = {name: TensorSpec.of(buffer) for name, buffer in buffers.items()}
         self.before_restore(own)
         fresh = {}
-        transit = pinned.PinnedCopy()
+        transit = pinned_copy.PinnedCopy()
         with torch.no_grad():
             places = self.destinations(structure, specs, restoring=True)
             for name, where in places.items():

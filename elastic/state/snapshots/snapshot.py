@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elastic.collectives.shared_memory.host_copy import HostCopy
-from elastic.state.snapshots import change_detection, pinned, preallocated_memory
+from elastic.state.snapshots import change_detection, pinned_copy, preallocated_memory
 
 SAMPLES = 16  # approximate number of elements to compare in a large tensor
 SMALL = 4096  # tensors up to this many elements are compared completely
@@ -131,7 +131,7 @@ class _Copy:
 def _wasteful(buffers: list[torch.Tensor]) -> bool:
     """Return whether most of the pinned memory that these buffers keep alive belonged to deleted buffers."""
     held = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in buffers}
-    return sum(held.values()) > 2 * pinned.layout([each.nbytes for each in buffers])[1]
+    return sum(held.values()) > 2 * pinned_copy.layout([each.nbytes for each in buffers])[1]
 
 
 class SnapshotBuffers:
@@ -140,7 +140,7 @@ class SnapshotBuffers:
     def __init__(self) -> None:
         self.copies: dict[str, _Copy] = {}
         self.extra: Any = None
-        self.transit: pinned.PinnedCopy | None = None
+        self.transit: pinned_copy.PinnedCopy | None = None
         self._names: list[str] = []
         self._kinds: list[Any] = []  # shapes and dtypes that the buffers were allocated for
         self._buffers: list[torch.Tensor] = []
@@ -153,7 +153,7 @@ class SnapshotBuffers:
         self._moment: change_detection.Moment | None = None
 
     def take(
-        self, look: TensorSignature, extra: Any, stage: pinned.DeviceStaging, *, trust: bool
+        self, look: TensorSignature, extra: Any, stage: pinned_copy.DeviceStaging, *, trust: bool
     ) -> None:
         # Read this marker before the copy, so that the next commit detects changes made during the copy.
         moment = change_detection.moment()
@@ -186,7 +186,7 @@ class SnapshotBuffers:
         # Free obsolete buffers before allocating new ones.
         self.copies, self._buffers, self._names, self._kinds = kept, [], [], []
         missing = {name: tensor for name, tensor in tensors.items() if name not in kept}
-        pinned_ones = iter(pinned.like([each for each in missing.values() if each.is_cuda]))
+        pinned_ones = iter(pinned_copy.like([each for each in missing.values() if each.is_cuda]))
         copies = {}
         for name, tensor in tensors.items():
             copies[name] = kept.get(name) or _Copy(
@@ -211,15 +211,15 @@ class SnapshotBuffers:
             self._pointers, self._storages = look.pointers, look.storages
         self._versions = look.versions
 
-    def _copy(self, look: TensorSignature, stage: pinned.DeviceStaging) -> None:
-        self.transit = pinned.PinnedCopy() if self._on_gpu else None
+    def _copy(self, look: TensorSignature, stage: pinned_copy.DeviceStaging) -> None:
+        self.transit = pinned_copy.PinnedCopy() if self._on_gpu else None
         with torch.no_grad():
             if self.transit is None:
                 if look.tensors:
                     self._host.run(look.tensors, look.pointers)
                 return
             pairs = list(zip(look.tensors, self._buffers, strict=True))
-            pinned.send([pair for pair in pairs if pair[0].is_cuda], stage, self.transit)
+            pinned_copy.send([pair for pair in pairs if pair[0].is_cuda], stage, self.transit)
             host = [pair for pair in pairs if not pair[0].is_cuda]
             if host:
                 torch._foreach_copy_([buffer for _, buffer in host], [tensor for tensor, _ in host])
@@ -273,7 +273,7 @@ class Snapshot:
 
     def __init__(self, bank: SnapshotBuffers | None = None) -> None:
         self.bank = bank or SnapshotBuffers()
-        self._stage = pinned.DeviceStaging()
+        self._stage = pinned_copy.DeviceStaging()
         self._held: SnapshotBuffers | None = None
         self._spare: SnapshotBuffers | None = None
 

@@ -1,10 +1,10 @@
 """TorchState and its handlers, for scripts that register their own handlers."""
 
 from elastic.state import TorchState
+from elastic.state.handler_registry import get_handler_registry, set_handler_registry
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.part import SamplerStateHandler, StateHandler
-from elastic.state.registry import get_handler_registry, set_handler_registry
 
 __all__ = [
     "ModelStateHandler",

@@ -11,7 +11,7 @@ import torch
 from elastic.collectives.shared_memory import arena, native_library
 from elastic.exact import reduction_tree
 from elastic.exact.shard_assignment import assign
-from elastic.optimizer.sharded.exchange import PartialsExchange, evaluate
+from elastic.optimizer.shard_sums.partial_sums import PartialsExchange, evaluate
 from elastic.protocol.messages import Address
 from harness import ranks
 from harness.fakes import collectives as fake

@@ -20,8 +20,8 @@ from elastic.horovod_errors import HorovodVersionMismatchError
 from elastic.launcher import launch_function
 from elastic.optimizer.adasum_optimizer import AdasumDistributed
 from elastic.optimizer.distributed_optimizer import _subclass
-from elastic.optimizer.divided_optimizer import DividedOptimizer
 from elastic.optimizer.wrapped_optimizer import WrappedOptimizer
+from elastic.optimizer.zero1_optimizer import DividedOptimizer
 from harness.golden import raises, warns
 from horovod import unavailable
 from horovod.common import util

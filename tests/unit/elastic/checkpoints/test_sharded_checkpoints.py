@@ -13,7 +13,7 @@ from elastic.checkpoints.files import row_ranges, row_reader
 from elastic.checkpoints.files.manifest import CommitName, Manifest, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.shard_reader import read_rows, row_specs
-from elastic.sharding.rows import rows_of
+from elastic.sharding.row_layout import rows_of
 from elastic.state.torch_state import TorchState
 from harness.sharded_writing import share_of, written_by
 

@@ -12,9 +12,9 @@ import torch
 from elastic.collectives import raise_together
 from elastic.errors import StateMismatch
 from elastic.sharding.shard_inventory import CommitId
-from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
 from elastic.state.fully_sharded.shard_buffers import ShardBuffers
 from elastic.state.fully_sharded.sharded_commits import ShardedCommits, ShardedWorld
+from elastic.state.fully_sharded.sharded_handlers import LiveShard, RowSpec
 from harness.fakes.collectives import FakeCollectives, world
 
 

@@ -16,7 +16,7 @@ from elastic.errors import GradientsDiffer, Invalid, PeerLost
 from elastic.exact import verification_rules
 from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
-from elastic.optimizer.sharded.reducer import ShardReducer
+from elastic.optimizer.shard_sums.reducer import ShardReducer
 from elastic.runtime import lifecycle
 from elastic.state.handlers.part import ShardsStateHandler
 from harness.small_worlds import ranks_as_threads

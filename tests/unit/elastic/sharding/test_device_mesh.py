@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.errors import Invalid
+from elastic.sharding.copy_placement import place_copies
 from elastic.sharding.device_mesh import MeshShape, columns, mesh_shape, sender
 from elastic.sharding.double_buffer import BufferRecord, BufferState
-from elastic.sharding.placement import place_copies
 from elastic.sharding.resharding import order_of_replicas, plan_moves, travelling
-from elastic.sharding.rows import ShardedTensor, ShardLayout, owners, rows_of
+from elastic.sharding.row_layout import ShardedTensor, ShardLayout, owners, rows_of
 from elastic.sharding.shard_inventory import (
     CommitId,
     HeldShard,

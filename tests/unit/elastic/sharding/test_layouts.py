@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.sharding.placement import copied_to, lasting, place_copies
+from elastic.sharding.copy_placement import copied_to, lasting, place_copies
 from elastic.sharding.resharding import move_bytes, order_of_shards, plan_moves, rounds, travelling
-from elastic.sharding.rows import (
+from elastic.sharding.row_layout import (
     ALIGNMENT,
     ShardedTensor,
     ShardLayout,

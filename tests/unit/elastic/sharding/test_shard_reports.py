@@ -6,7 +6,7 @@ from elastic.protocol.messages import Commit, HeldCommitShards, RowBytes, Shards
 from elastic.sharding import shard_reports
 from elastic.sharding.double_buffer import BufferRecord, DoubleBuffer
 from elastic.sharding.resharding import plan_moves, travelling
-from elastic.sharding.rows import ShardedTensor, ShardLayout
+from elastic.sharding.row_layout import ShardedTensor, ShardLayout
 from elastic.sharding.shard_inventory import CommitId, HeldShard, WholeCommit
 
 TENSORS = (ShardedTensor("weight", 12, 8), ShardedTensor("bias", 3, 4))

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.sharding import device_mesh, placement, resharding, shard_inventory
+from elastic.sharding import copy_placement, device_mesh, resharding, shard_inventory
+from elastic.sharding.copy_placement import Placement, copied_to
 from elastic.sharding.device_mesh import MeshShape, columns, sender
 from elastic.sharding.double_buffer import BufferRecord, DoubleBuffer
-from elastic.sharding.partition import Partition, PartitionedTensor
-from elastic.sharding.placement import Placement, copied_to
 from elastic.sharding.resharding import ReshardingMove
-from elastic.sharding.rows import ShardedTensor, owners
+from elastic.sharding.row_layout import ShardedTensor, owners
 from elastic.sharding.shard_inventory import CommitId, Inventory, WholeCommit
+from elastic.sharding.zero_partition import Partition, PartitionedTensor
 from harness.planted_shards import (
     SealsWhatIsNotMirrored,
     WritesOverTheBase,
@@ -101,7 +101,7 @@ class Decisions:
     cycle: type[DoubleBuffer] = DoubleBuffer
     newest_whole: Callable[[Sequence[Inventory]], WholeCommit | None] = shard_inventory.newest_whole
     plan_moves: Callable[..., list[ReshardingMove]] = resharding.plan_moves
-    place_copies: Callable[..., Placement] = placement.place_copies
+    place_copies: Callable[..., Placement] = copy_placement.place_copies
     mesh_shape: Callable[[int, int], MeshShape] = device_mesh.mesh_shape
     sender: Callable[[Sequence[int], int], int] = sender
     seal_first: bool = False

@@ -11,7 +11,7 @@ from elastic.collectives import threads_at_exit
 from elastic.errors import DeviceLost
 from elastic.state.fully_sharded import background_copy
 from elastic.state.fully_sharded.background_copy import BackgroundCopy
-from elastic.state.snapshots import pinned
+from elastic.state.snapshots import pinned_copy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 BUSY_NS = 1_000_000_000
@@ -30,15 +30,15 @@ def no_room(monkeypatch):
 
 def begin(tensors, *, exposed=True, busy=False):
     """Begin a copy, of which the bus is ``busy``. Return it and the host memory."""
-    host = pinned.like(tensors)
+    host = pinned_copy.like(tensors)
     for each in host:
         each.zero_()
     if busy:
         device = tensors[0].device
-        with torch.cuda.stream(pinned._side.setdefault(device, torch.cuda.Stream(device))):
+        with torch.cuda.stream(pinned_copy._side.setdefault(device, torch.cuda.Stream(device))):
             torch.cuda._sleep(BUSY_NS)
     pairs = list(zip(tensors, host, strict=True))
-    return BackgroundCopy(pairs, pinned.DeviceStaging(), exposed=exposed), host
+    return BackgroundCopy(pairs, pinned_copy.DeviceStaging(), exposed=exposed), host
 
 
 def check(host, before):
@@ -92,7 +92,7 @@ def test_write_that_is_undone_before_the_step_is_found(tensors, no_room):
     copy, _ = begin(tensors, busy=True)
     trained = tensors[2].clone()
     tensors[2].fill_(7)
-    pinned._side[trained.device].synchronize()
+    pinned_copy._side[trained.device].synchronize()
     tensors[2].copy_(trained)
     step()
     assert not copy.finish()
@@ -117,8 +117,8 @@ def test_thread_that_waits_at_the_exit_of_the_process_ends(tensors, no_room, mon
 
 
 def test_copy_that_does_not_end_is_a_lost_device(tensors, no_room, monkeypatch):
-    monkeypatch.setattr(pinned, "COPY_LIMIT_S", 0.0)
-    monkeypatch.setattr(pinned, "SLOWEST_BYTES_S", 1e12)
+    monkeypatch.setattr(pinned_copy, "COPY_LIMIT_S", 0.0)
+    monkeypatch.setattr(pinned_copy, "SLOWEST_BYTES_S", 1e12)
     copy, _ = begin(tensors, busy=True)
     copy.order()
     with pytest.raises(DeviceLost):

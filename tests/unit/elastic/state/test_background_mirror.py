@@ -16,13 +16,13 @@ from elastic.errors import CollectiveFailed
 from elastic.runtime import lifecycle
 from elastic.runtime.commit_log import CommitLog
 from elastic.runtime.worker_runtime import WorkerRuntime
-from elastic.sharding.division import Division
-from elastic.sharding.rows import rows_of
+from elastic.sharding.row_layout import rows_of
+from elastic.sharding.shard_division import Division
 from elastic.sharding.shard_inventory import CommitId
 from elastic.state.fully_sharded import peer_arena, sharded_commits
-from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
 from elastic.state.fully_sharded.shard_buffers import ShardBuffers
 from elastic.state.fully_sharded.sharded_commits import ShardedCommits, WorldInventory
+from elastic.state.fully_sharded.sharded_handlers import LiveShard, RowSpec
 from elastic.state.snapshots.snapshot import Snapshot
 
 SPEC = RowSpec((6, 2), torch.float32)

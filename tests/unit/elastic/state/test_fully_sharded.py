@@ -17,12 +17,12 @@ from elastic.exact.shards import Shards
 from elastic.runtime import lifecycle
 from elastic.sharding import fsdp2, unsupported_sharding
 from elastic.sharding.resharding import ReshardingMove
-from elastic.sharding.rows import Rows
+from elastic.sharding.row_layout import Rows
 from elastic.sharding.shard_inventory import CommitId
 from elastic.state import TorchState
 from elastic.state.fully_sharded import peer_arena
-from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec
 from elastic.state.fully_sharded.shard_buffers import ShardBuffers
+from elastic.state.fully_sharded.sharded_handlers import LiveShard, RowSpec
 from elastic.state.handled_state import shards_of
 from elastic.state.state import hold, options_of
 from elastic.torch_backend import sharding_guard

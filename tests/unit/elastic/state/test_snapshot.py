@@ -13,7 +13,7 @@ import torch
 
 from elastic.collectives.shared_memory.host_copy import HostCopy
 from elastic.errors import DeviceLost
-from elastic.state.snapshots import change_detection, pinned
+from elastic.state.snapshots import change_detection, pinned_copy
 from elastic.state.snapshots.snapshot import SMALL, Snapshot, as_bytes, dense, same_bits
 from harness.golden import raises
 
@@ -132,8 +132,8 @@ class Devices:
         return event  # type: ignore[no-any-return]
 
 
-def under_way(event: torch.cuda.Event) -> pinned.PinnedCopy:
-    transit = pinned.PinnedCopy()
+def under_way(event: torch.cuda.Event) -> pinned_copy.PinnedCopy:
+    transit = pinned_copy.PinnedCopy()
     transit.events.append((CUDA, event))
     return transit
 
@@ -150,7 +150,7 @@ def test_pending_copies_are_waited_for(monkeypatch):
 
 
 def test_a_device_that_hangs_is_not_waited_for_forever(monkeypatch):
-    monkeypatch.setattr(pinned, "COPY_LIMIT_S", 0.0)
+    monkeypatch.setattr(pinned_copy, "COPY_LIMIT_S", 0.0)
     snapshot = Snapshot()
     snapshot.take({"a": torch.zeros(2)}, "first")
     snapshot.bank.transit = under_way(Devices(monkeypatch).event(lambda: False))
@@ -174,7 +174,7 @@ def test_copy_timeout_depends_on_the_size(monkeypatch, size, at_most_s):
     event = Devices(monkeypatch).event(lambda: False)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", create_autospec(torch.cuda.current_stream))
-    transit = pinned.PinnedCopy()
+    transit = pinned_copy.PinnedCopy()
     transit.follow(CUDA, size)
     with raises(DeviceLost):
         transit.wait()
@@ -236,10 +236,10 @@ def test_pinned_memory_is_one_allocation_for_all_tensors(monkeypatch):
         torch.randn(3, dtype=torch.complex128),
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     ]
-    rooms = pinned.like(tensors)
+    rooms = pinned_copy.like(tensors)
     size = sum(each.nbytes for each in tensors)
     [pinned_bytes] = cuda.pinned.values()
-    assert size <= pinned_bytes <= size + pinned.ALIGNMENT * len(tensors)
+    assert size <= pinned_bytes <= size + pinned_copy.ALIGNMENT * len(tensors)
     for room, tensor in zip(rooms, tensors, strict=True):
         assert (room.shape, room.dtype) == (tensor.shape, tensor.dtype)
         assert room.stride() == torch.empty_like(tensor).stride()
@@ -255,25 +255,27 @@ def test_pinned_memory_is_one_allocation_for_all_tensors(monkeypatch):
 def test_host_memory_that_cannot_be_pinned_raises_memory_error(monkeypatch):
     Pinning(monkeypatch).refuses = True
     with raises(MemoryError):
-        pinned.like([torch.zeros(100)])
+        pinned_copy.like([torch.zeros(100)])
 
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_pinned_memory_is_kept_when_a_hung_device_may_still_write(monkeypatch, hangs):
     """And nobody waits for that device longer than for a commit."""
-    transit = create_autospec(pinned.PinnedCopy, instance=True)
+    transit = create_autospec(pinned_copy.PinnedCopy, instance=True)
     transit.wait.side_effect = DeviceLost("a copy did not complete") if hangs else None
     cudart = MagicMock(["cudaHostUnregister"])
-    monkeypatch.setattr(pinned, "PinnedCopy", lambda: transit)
-    monkeypatch.setattr(pinned, "_side", {CUDA: create_autospec(torch.cuda.Stream, instance=True)})
-    monkeypatch.setattr(pinned, "_given_up", [])
+    monkeypatch.setattr(pinned_copy, "PinnedCopy", lambda: transit)
+    monkeypatch.setattr(
+        pinned_copy, "_side", {CUDA: create_autospec(torch.cuda.Stream, instance=True)}
+    )
+    monkeypatch.setattr(pinned_copy, "_given_up", [])
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     Devices(monkeypatch)
-    pages = pinned._Pages(-1, 64)
+    pages = pinned_copy._Pages(-1, 64)
     pages.device, pages.address, pages.owner = CUDA, 4711, os.getpid()
     pages.__del__()
     transit.follow.assert_called_once_with(CUDA, 64)
     assert cudart.cudaHostUnregister.called == (not hangs)
-    assert pinned._given_up == [pages] * hangs
+    assert pinned_copy._given_up == [pages] * hangs
     pages.device = None  # or it would be given back once more

@@ -17,9 +17,9 @@ from elastic.diloco.diloco import DiLoCo
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.state import ElasticSampler, TorchState
+from elastic.state.handler_registry import get_handler_registry, set_handler_registry
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.part import StateHandler
-from elastic.state.registry import get_handler_registry, set_handler_registry
 from elastic.state.snapshots import change_detection
 from elastic.state.snapshots.snapshot import SMALL, same_bits
 from elastic.state.state import has_custom_sync

@@ -18,10 +18,10 @@ from elastic.checkpoints.shard_reader import row_specs
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.exact.shards import Shards
 from elastic.sharding import tested_torch, unsupported_sharding, zero
-from elastic.sharding.division import Division
-from elastic.sharding.rows import rows_of
+from elastic.sharding.row_layout import rows_of
+from elastic.sharding.shard_division import Division
 from elastic.state import TorchState
-from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
+from elastic.state.fully_sharded.zero_handlers import DividedOptimizerHandler, ZeroOptimizerHandler
 from elastic.state.handled_state import shards_of
 from elastic.state.handlers import optimizer_state
 from elastic.state.state import hold

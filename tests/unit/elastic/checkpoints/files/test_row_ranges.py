@@ -11,7 +11,7 @@ import pytest
 from elastic.checkpoints.files import row_ranges
 from elastic.checkpoints.files.manifest import StoredRows, StoredTensor, UnreadableCommit
 from elastic.checkpoints.files.row_ranges import check_ranges, reads
-from elastic.sharding.rows import Rows, rows_of
+from elastic.sharding.row_layout import Rows, rows_of
 
 
 def stored(

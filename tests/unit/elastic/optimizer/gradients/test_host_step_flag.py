@@ -13,7 +13,7 @@ from elastic.errors import DeviceLost
 from elastic.optimizer.gradients import host_step_flag
 from elastic.optimizer.gradients.host_step_flag import HostStepFlag
 from elastic.optimizer.gradients.plan_agreement import StepFlag
-from elastic.state.snapshots.pinned import PinnedCopy
+from elastic.state.snapshots.pinned_copy import PinnedCopy
 
 
 class OnGpu(torch.Tensor):

@@ -11,7 +11,7 @@ import torch
 from elastic.api.compression import Compression
 from elastic.optimizer.gradients import malloc_tuning
 from elastic.optimizer.gradients.malloc_tuning import MallocTuning
-from elastic.optimizer.sharded.plan import ShardPlan
+from elastic.optimizer.shard_sums.plan import ShardPlan
 from elastic.rendezvous import worker_settings
 from elastic.runtime import lifecycle
 from harness.small_worlds import World, net, sgd, train_once

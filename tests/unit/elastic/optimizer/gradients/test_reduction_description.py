@@ -13,7 +13,7 @@ from elastic.collectives.interface import Op
 from elastic.driver.membership.worlds import layout_diff
 from elastic.negotiation.process_sets import ProcessSet
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
-from elastic.optimizer.gradients import gradient_layout, gradient_reducer
+from elastic.optimizer.gradients import gradient_reducer, reduction_description
 from elastic.runtime import lifecycle
 from elastic.state import ObjectState, TorchState
 from harness.fakes import collectives as fake
@@ -76,23 +76,26 @@ def test_layout_does_not_depend_on_the_ranks_of_a_process_set(monkeypatch):
 def test_optimizer_outside_of_the_state_is_compared():
     model = net(2, 1)
     state = TorchState(model=model)
-    assert gradient_layout.outside_state(state.handled()) == ""
+    assert reduction_description.outside_state(state.handled()) == ""
     optimizer = sgd(model)
-    before = gradient_layout.outside_state(state.handled())
+    before = reduction_description.outside_state(state.handled())
     assert "DistributedOptimizer.compression none" in before.splitlines()
     del optimizer
     other = sgd(model, compression=Compression.fp16)
-    said = layout_diff.difference(gradient_layout.outside_state(state.handled()), before)
+    said = layout_diff.difference(reduction_description.outside_state(state.handled()), before)
     recorded("log", said)
-    assert gradient_layout.outside_state(ObjectState().handled()) != ""
-    assert gradient_layout.outside_state(TorchState(model=model, optimizer=other).handled()) == ""
+    assert reduction_description.outside_state(ObjectState().handled()) != ""
+    assert (
+        reduction_description.outside_state(TorchState(model=model, optimizer=other).handled())
+        == ""
+    )
 
 
 def test_optimizers_outside_of_the_state_are_listed_in_one_order():
     def lines(ops: list[Op]) -> list[str]:
         kept = [sgd(net(2, 1), op=op) for op in ops]
         assert kept
-        return gradient_layout.outside_state([]).splitlines()
+        return reduction_description.outside_state([]).splitlines()
 
     said = lines([Op.AVERAGE, Op.SUM])
     assert "DistributedOptimizer.0.op AVERAGE" in said and "DistributedOptimizer.1.op SUM" in said

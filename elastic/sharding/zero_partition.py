@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from elastic.sharding.rows import Rows, ShardedTensor
+from elastic.sharding.row_layout import Rows, ShardedTensor
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from elastic.collectives.dtensor import is_dtensor
 from elastic.errors import Invalid
 from elastic.runtime import lifecycle
 from elastic.sharding import zero
-from elastic.sharding.division import Division
-from elastic.sharding.partition import Partition, PartitionedTensor
-from elastic.sharding.rows import rows_of
-from elastic.state.fully_sharded.live_shards import LiveShard, RowSpec, ShardedOptimizerHandler
+from elastic.sharding.row_layout import rows_of
+from elastic.sharding.shard_division import Division
+from elastic.sharding.zero_partition import Partition, PartitionedTensor
+from elastic.state.fully_sharded.sharded_handlers import LiveShard, RowSpec, ShardedOptimizerHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.handlers.python_values import Index
 from elastic.state.snapshots.state_structure import plain

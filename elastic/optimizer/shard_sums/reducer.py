@@ -33,9 +33,9 @@ from elastic.monitoring import moved_tensors
 from elastic.optimizer.gradients import bucket_plan, malloc_tuning, not_finite
 from elastic.optimizer.gradients.flat_buckets import Compressor
 from elastic.optimizer.gradients.gradient_hooks import GradientHooks, OptimizerParameters
-from elastic.optimizer.sharded.buckets import ShardBucket
-from elastic.optimizer.sharded.exchange import PartialsExchange
-from elastic.optimizer.sharded.plan import ShardPlan, ShardSlot
+from elastic.optimizer.shard_sums.buckets import ShardBucket
+from elastic.optimizer.shard_sums.partial_sums import PartialsExchange
+from elastic.optimizer.shard_sums.plan import ShardPlan, ShardSlot
 from elastic.protocol.messages import GRADIENTS
 from elastic.runtime import lifecycle
 from elastic.state.snapshots import digest

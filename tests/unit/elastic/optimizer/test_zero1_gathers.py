@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.optimizer.gather_plan import gathers
-from elastic.sharding.rows import rows_of
+from elastic.optimizer.zero1_gathers import gathers
+from elastic.sharding.row_layout import rows_of
 
 elements = st.lists(st.integers(0, 60), max_size=6).map(tuple)
 

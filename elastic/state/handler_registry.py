@@ -15,12 +15,12 @@ from elastic.diloco.diloco import DiLoCo
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.sharding import fsdp2, unsupported_sharding, zero
-from elastic.state.fully_sharded.live_shards import (
+from elastic.state.fully_sharded.sharded_handlers import (
     FullyShardedHandler,
     ShardedOptimizerHandler,
     trains_shards,
 )
-from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler, ZeroOptimizerHandler
+from elastic.state.fully_sharded.zero_handlers import DividedOptimizerHandler, ZeroOptimizerHandler
 from elastic.state.handlers.data_parallel import (
     DataParallelHandler,
     HolderHandler,

@@ -13,7 +13,7 @@ import torch
 
 from elastic.optimizer.gradients import bucket_plan, malloc_tuning
 from elastic.optimizer.gradients.flat_buckets import Compressor
-from elastic.optimizer.sharded.buckets import ShardBucket
+from elastic.optimizer.shard_sums.buckets import ShardBucket
 
 
 class ShardSlot:

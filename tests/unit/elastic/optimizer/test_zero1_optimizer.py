@@ -14,12 +14,12 @@ from elastic.collectives.interface import Op
 from elastic.errors import Invalid, NotElastic, NotPicklable
 from elastic.exact.shards import Shards
 from elastic.negotiation.process_sets import ProcessSet
-from elastic.optimizer import divided_optimizer
+from elastic.optimizer import zero1_optimizer
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.join import join
 from elastic.runtime import lifecycle
-from elastic.sharding.division import Division
-from elastic.state.fully_sharded.zero_optimizer import DividedOptimizerHandler
+from elastic.sharding.shard_division import Division
+from elastic.state.fully_sharded.zero_handlers import DividedOptimizerHandler
 from harness.small_worlds import Rounding, net, take_steps, train_once
 
 WIDTHS = 5, 7, 1
@@ -48,7 +48,7 @@ def entry_bytes(optimizer: Any) -> int:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("kind", divided_optimizer.ELEMENTWISE)
+@pytest.mark.parametrize("kind", zero1_optimizer.ELEMENTWISE)
 def test_all_ranks_have_the_parameters_of_an_undivided_optimizer(threads, kind: str, size: int):
     def train(rank: int) -> tuple[list[torch.Tensor], int]:
         model = net(*WIDTHS)
@@ -68,7 +68,7 @@ def test_all_ranks_have_the_parameters_of_an_undivided_optimizer(threads, kind: 
 
 
 def test_parameters_beyond_the_gather_limit_are_gathered_in_several_pieces(threads, monkeypatch):
-    monkeypatch.setattr(divided_optimizer, "GATHERED_BYTES", 12)  # three elements
+    monkeypatch.setattr(zero1_optimizer, "GATHERED_BYTES", 12)  # three elements
 
     def train(rank: int) -> list[torch.Tensor]:
         model = net(*WIDTHS)

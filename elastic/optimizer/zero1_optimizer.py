@@ -1,7 +1,7 @@
 """ZeRO-1 for `DistributedOptimizer`: each rank steps its part of every parameter and receives the other parts.
 
 Gradients are reduced as usual. The elements of each flattened parameter are divided among the shards like the rows in
-`elastic.sharding.rows`. ``optimizer.state`` is keyed by whole parameter and contains the entries of this rank's
+`elastic.sharding.row_layout`. ``optimizer.state`` is keyed by whole parameter and contains the entries of this rank's
 elements.
 """
 
@@ -16,10 +16,10 @@ import torch
 from elastic.collectives.interface import Collectives
 from elastic.errors import Fixed, Invalid, NotElastic, NotPicklable
 from elastic.failpoints import failpoint
-from elastic.optimizer.gather_plan import Slice, gathers
 from elastic.optimizer.wrapped_optimizer import WrappedOptimizer
+from elastic.optimizer.zero1_gathers import Slice, gathers
 from elastic.runtime import lifecycle
-from elastic.sharding.rows import owners, rows_of
+from elastic.sharding.row_layout import owners, rows_of
 
 # names of torch optimizers that update each element independently of the others
 ELEMENTWISE = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic.sharding.rows import owners
+from elastic.sharding.row_layout import owners
 
 
 @dataclass(frozen=True)

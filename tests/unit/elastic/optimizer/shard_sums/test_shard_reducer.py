@@ -23,8 +23,8 @@ from elastic.exact import load_balancing
 from elastic.exact.shard_step import StepListener
 from elastic.exact.shards import Shards
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
-from elastic.optimizer.sharded.buckets import ShardBucket
-from elastic.optimizer.sharded.reducer import ShardReducer
+from elastic.optimizer.shard_sums.buckets import ShardBucket
+from elastic.optimizer.shard_sums.reducer import ShardReducer
 from elastic.protocol.messages import Place
 from elastic.runtime import lifecycle
 from elastic.state import TorchState

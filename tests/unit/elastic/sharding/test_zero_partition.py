@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.sharding.partition import Partition, PartitionedTensor
 from elastic.sharding.resharding import order_of_shards, plan_moves
-from elastic.sharding.rows import ShardLayout
+from elastic.sharding.row_layout import ShardLayout
 from elastic.sharding.shard_inventory import CommitId, HeldShard, newest_whole
+from elastic.sharding.zero_partition import Partition, PartitionedTensor
 
 sizes = st.integers(1, 9)
 partitions = st.lists(

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from elastic.collectives.dtensor import is_dtensor
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.sharding import fsdp2
-from elastic.sharding.division import Division
-from elastic.sharding.rows import ShardedTensor
+from elastic.sharding.row_layout import ShardedTensor
+from elastic.sharding.shard_division import Division
 from elastic.state.handlers.model_state import ModelStateHandler
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.snapshots.state_structure import StateStructure, tensors_and_structure

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from elastic.sharding.rows import Rows, rows_of
+from elastic.sharding.row_layout import Rows, rows_of
 
 
 class Slice(NamedTuple):

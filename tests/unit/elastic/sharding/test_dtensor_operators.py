@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastic.sharding.operator_decisions import OperatorDecisions
+from elastic.sharding.dtensor_operators import OperatorDecisions
 
 SHAPES = [(24, 3), (24,), (5, 2), (1,), (2, 2, 2)]  # some with fewer rows than ranks
 MESHES = [(1,), (2,), (3,), (8,), (2, 2), (1, 3), (4, 2), (2, 1)]
