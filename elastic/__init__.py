@@ -39,7 +39,7 @@ _MODULES = {
     ),
     "elastic.negotiation.process_sets": "ProcessSet add_process_set remove_process_set",
     "elastic.optimizer.join": "join",
-    "elastic.monitoring.tracing": "start_timeline stop_timeline",
+    "elastic.monitoring.timeline_transfer": "start_timeline stop_timeline",
     "elastic.launcher.launch_function": "launch",
     "elastic.launcher.running_job": "Job",
     "elastic.monitoring.reporting": "report Report",
@@ -71,8 +71,8 @@ if TYPE_CHECKING:
     from elastic.monitoring.goodput import goodput as goodput
     from elastic.monitoring.reporting import Report as Report
     from elastic.monitoring.reporting import report as report
-    from elastic.monitoring.tracing import start_timeline as start_timeline
-    from elastic.monitoring.tracing import stop_timeline as stop_timeline
+    from elastic.monitoring.timeline_transfer import start_timeline as start_timeline
+    from elastic.monitoring.timeline_transfer import stop_timeline as stop_timeline
     from elastic.negotiation.process_sets import ProcessSet as ProcessSet
     from elastic.negotiation.process_sets import add_process_set as add_process_set
     from elastic.negotiation.process_sets import remove_process_set as remove_process_set

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from elastic.chaos.inject import network, tables
+from elastic.chaos.inject import network_isolation, terminal_report
 from elastic.chaos.inject.bit_flips import RULES
 from elastic.chaos.inject.faulty_job import FaultyJob, Job, print_line, under_fire
-from elastic.chaos.inject.injection import RUN_S
+from elastic.chaos.inject.injector import RUN_S
 from elastic.chaos.inject.plan import (
     FLIPPED,
     KINDS,
@@ -118,7 +118,7 @@ def main(options: argparse.Namespace) -> int:
         print(f"the job ended with exit code {faulty_job.code} before a fault could be injected")
         return faulty_job.code or 1
     found = report_of(faulty_job)
-    tables.show(found)
+    terminal_report.show(found)
     print(f"journal: {job.journal}")
     if options.json is not None:
         try:
@@ -235,9 +235,9 @@ def check_plan(plan: Plan, settings: Settings, *, digests: bool) -> None:
     """Raise Invalid if this machine or this job does not support a fault in the plan."""
     kinds = plan.kinds()
     if "partition" in kinds:
-        network.check_partition()
+        network_isolation.check_partition()
     if "cut" in kinds:
-        network.check_cut()
+        network_isolation.check_cut()
     if plan.counts_commits() and not digests:
         raise Invalid("after_commits and faults that flip bits need digests: omit --no-digests")
     if plan.flips():

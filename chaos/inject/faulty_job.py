@@ -1,6 +1,6 @@
 """Run one job under faults: start it, follow its journal, and inject the faults that are due.
 
-`plan` decides which faults are due, and `injection` injects them. The loop in this module checks the journal about
+`plan` decides which faults are due, and `injector` injects them. The loop in this module checks the journal about
 fifty times a second. However the loop ends, including by Ctrl-C, lasting faults are undone, and a job that still runs
 is terminated.
 """
@@ -23,7 +23,7 @@ from typing import IO
 
 from elastic.chaos.harness.journal_tail import JobProgress, JournalTail
 from elastic.chaos.inject.bit_flips import BitFlips
-from elastic.chaos.inject.injection import MARK, Injector, NotOurs
+from elastic.chaos.inject.injector import MARK, Injector, NotOurs
 from elastic.chaos.inject.plan import Fault, Injected, Plan, Schedule, choose
 from elastic.checkpoints.files.storage import Storage
 from elastic.checkpoints.options import DIR

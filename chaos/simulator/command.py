@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from elastic.chaos.simulator.scale import Scale
+from elastic.chaos.simulator.regroup_cost import Scale
 from elastic.chaos.simulator.simulated_shards import ShardedJob
 from elastic.chaos.simulator.simulator import Outcome, Simulation, Violation
 from elastic.driver.reasons import ReasonKind

@@ -27,8 +27,8 @@ from elastic.driver.launch.starter import READY, Bootstrap
 from elastic.driver.network.host_lists import parse_address
 from elastic.driver.network.name_lookup import numeric
 from elastic.driver.network.secret import SECRET_BYTES
+from elastic.driver.output_interfaces import Log
 from elastic.driver.processes.console import Console, replace_closed_streams
-from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.version import __version__
 

@@ -37,7 +37,7 @@ from elastic.driver.events import (
 )
 from elastic.driver.launch.starter import Bootstrap, Starter, StartFailed
 from elastic.driver.network.control_server import Callers, ControlServer
-from elastic.driver.sinks import Log, Sink
+from elastic.driver.output_interfaces import Log, Sink
 from elastic.protocol.messages import Address, Message, Place, Worker, World
 
 AGENTS: Callers[AgentId] = Callers(

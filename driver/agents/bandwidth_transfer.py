@@ -28,7 +28,7 @@ from elastic.driver.events import BandwidthMeasured
 from elastic.driver.network.blocking_calls import to_thread
 from elastic.driver.network.control_server import Callers, ControlServer
 from elastic.driver.network.secret import derived
-from elastic.driver.sinks import Log
+from elastic.driver.output_interfaces import Log
 from elastic.protocol.messages import Accepted, Address, Challenge, ProtocolError, encoded
 from elastic.rpc.client import ControlClient
 

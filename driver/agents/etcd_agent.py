@@ -17,7 +17,7 @@ from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.credentials import EtcdAccess
 from elastic.driver.network.name_lookup import numeric
-from elastic.driver.sinks import Log
+from elastic.driver.output_interfaces import Log
 
 
 class _Generation(msgspec.Struct):

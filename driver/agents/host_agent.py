@@ -56,11 +56,11 @@ from elastic.driver.launch.worker_environment import (
 from elastic.driver.network import interface_selection, local_interfaces
 from elastic.driver.network.control_server import WORKERS, ControlServer
 from elastic.driver.network.secret import derived
+from elastic.driver.output_interfaces import Log
 from elastic.driver.processes.exit_ordering import ExitBarrier
 from elastic.driver.processes.supervisor import ProcessSupervisor
 from elastic.driver.reasons import counted
 from elastic.driver.settings import Settings
-from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Worker

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from elastic.driver.agents.messages import Attach
 from elastic.driver.events import Notice
 from elastic.driver.launch.worker_environment import without_secrets
+from elastic.driver.output_interfaces import Log
 from elastic.driver.preemption.watch import Watch
-from elastic.driver.sinks import Log
 
 # The agent exits this many seconds before the expected SIGKILL, or after half of the grace period between SIGTERM and
 # SIGKILL if that is later.

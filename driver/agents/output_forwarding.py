@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from elastic.driver.agents.messages import Printed
 from elastic.driver.events import ExitCause
+from elastic.driver.output_interfaces import Stream
 from elastic.driver.processes.stderr_tail import StderrTails
-from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Worker
 
 KEPT_LIMIT = 4 * 1024 * 1024  # maximum buffered output per host, in bytes
@@ -20,7 +20,7 @@ CONGESTED = 8 * 1024 * 1024  # bytes pending on the connection above which outpu
 
 
 class ForwardingSink:
-    """Sink that forwards output to the driver. See `elastic.driver.sinks.Sink`.
+    """Sink that forwards output to the driver. See `elastic.driver.output_interfaces.Sink`.
 
     Args:
         send: function that sends a message. It returns False if no driver is connected.

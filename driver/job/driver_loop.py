@@ -60,11 +60,11 @@ from elastic.driver.monitoring.world_log_lines import (
     world_line,
 )
 from elastic.driver.network.credentials import TlsFiles
+from elastic.driver.output_interfaces import Log
 from elastic.driver.processes import health_check_run
 from elastic.driver.processes.exit_ordering import ExitBarrier
 from elastic.driver.reasons import Reason, ReasonKind, because, brief, in_one_line
 from elastic.driver.settings import Settings
-from elastic.driver.sinks import Log
 from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Address, Place, Worker
 from elastic.protocol.report_values import Report as WorkerReport

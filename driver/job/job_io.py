@@ -35,10 +35,10 @@ from elastic.driver.monitoring.tensorboard_scalars import TensorBoard
 from elastic.driver.monitoring.time_accounting import TimeSpent, summary
 from elastic.driver.monitoring.timeline_collection import Tracing
 from elastic.driver.network.secret import SECRET_BYTES, derived
+from elastic.driver.output_interfaces import Log
 from elastic.driver.processes.console import Console, is_terminal, write_both
 from elastic.driver.processes.status_line import StatusLine, columns_of
 from elastic.driver.processes.worker_output import Output
-from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 from elastic.protocol.messages import Place, Worker
 from elastic.protocol.report_values import Report

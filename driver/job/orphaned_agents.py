@@ -14,7 +14,7 @@ from elastic.driver.job.multi_host_plan import MultiHostPlan
 from elastic.driver.journal.file_journal import FileArchive
 from elastic.driver.network.control_server import ControlServer
 from elastic.driver.network.host_lists import parse_address
-from elastic.driver.sinks import Log
+from elastic.driver.output_interfaces import Log
 from elastic.errors import Invalid
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.driver.etcd.leader_election import Leadership
 from elastic.driver.job.multi_host_plan import MultiHostPlan
-from elastic.driver.sinks import Log
+from elastic.driver.output_interfaces import Log
 from elastic.errors import Invalid
 
 SOON_S = 1.0  # seconds within which to acquire leadership if no driver leads

@@ -21,7 +21,7 @@ import msgspec
 
 from elastic.driver.launch.starter import READY, Bootstrap, StartFailed
 from elastic.driver.network.blocking_calls import within
-from elastic.driver.sinks import Log
+from elastic.driver.output_interfaces import Log
 from elastic.version import __version__
 
 KEPT_BYTES = 64 * 1024  # number of bytes to keep from the end of the output

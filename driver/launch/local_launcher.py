@@ -17,10 +17,10 @@ from elastic.driver.events import (
 )
 from elastic.driver.launch.standard_input import StandardInput, rank_of
 from elastic.driver.launch.worker_environment import without_secrets
+from elastic.driver.output_interfaces import Log, Sink
 from elastic.driver.preemption.watch import OFF, Watch
 from elastic.driver.processes.supervisor import ProcessSupervisor
 from elastic.driver.settings import Settings
-from elastic.driver.sinks import Log, Sink
 from elastic.protocol.messages import Worker
 
 

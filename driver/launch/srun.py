@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from elastic.driver.launch.subprocess_starter import ChildStarter
-from elastic.driver.sinks import Log
+from elastic.driver.output_interfaces import Log
 
 READY_S = 60.0
 

@@ -27,7 +27,7 @@ from elastic.driver.launch.ssh_failures import (
 )
 from elastic.driver.launch.starter import AGENT_MODULE, RUN_MODULE, Bootstrap, StartFailed
 from elastic.driver.network.host_lists import parse_host
-from elastic.driver.sinks import Log
+from elastic.driver.output_interfaces import Log
 from elastic.errors import Invalid
 from elastic.version import __version__
 

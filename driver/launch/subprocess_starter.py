@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from elastic.driver.launch.child_processes import ChildProcess, ChildProcesses
 from elastic.driver.launch.ssh_failures import why_ended, why_no_agent
 from elastic.driver.launch.starter import AGENT_MODULE, RUN_MODULE, Bootstrap, StartFailed
-from elastic.driver.sinks import Log
+from elastic.driver.output_interfaces import Log
 from elastic.version import __version__
 
 READY_S = 30.0

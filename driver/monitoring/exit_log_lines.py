@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastic.driver.monitoring.debounce_timer import DebounceTimer
+from elastic.driver.output_interfaces import Log
 from elastic.driver.reasons import Reason, ReasonKind
-from elastic.driver.sinks import Log
 
 
 class ExitLines:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.driver.events import Action, ReportRecovery
 from elastic.driver.monitoring.job_view import ViewReader
-from elastic.driver.sinks import Log
+from elastic.driver.output_interfaces import Log
 from elastic.errors import Invalid
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elastic.driver.monitoring.report_acknowledgements import ReportLedger
-from elastic.driver.sinks import Log
+from elastic.driver.output_interfaces import Log
 from elastic.protocol.messages import Message, Place, Reported, Worker
 from elastic.protocol.report_values import Report, unpacked
 

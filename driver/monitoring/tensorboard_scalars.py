@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 from elastic.driver.events import Action, Event, PublishWorld, ReportRecovery
 from elastic.driver.monitoring.job_view import ViewReader
 from elastic.driver.monitoring.reported_series import STEP
-from elastic.driver.sinks import Log
+from elastic.driver.output_interfaces import Log
 from elastic.errors import Invalid
 from elastic.protocol.report_values import Report
 

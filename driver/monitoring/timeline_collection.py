@@ -23,7 +23,7 @@ from typing import Any
 from elastic.driver.events import Action, Event, PublishWorld
 from elastic.driver.monitoring.job_view import JobView, ViewReader
 from elastic.driver.monitoring.timeline import Timeline
-from elastic.driver.sinks import Log
+from elastic.driver.output_interfaces import Log
 from elastic.errors import Invalid
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Worker

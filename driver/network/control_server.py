@@ -36,8 +36,8 @@ from elastic.driver.network.control_connection import (
     Connection,
     is_silence,
 )
+from elastic.driver.output_interfaces import Log
 from elastic.driver.settings import Settings
-from elastic.driver.sinks import Log
 from elastic.protocol.framing import NONCE_BYTES, proof
 from elastic.protocol.messages import (
     HANDSHAKE_LIMIT,

@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 
 from elastic.driver.events import Notice
+from elastic.driver.output_interfaces import Log
 from elastic.driver.preemption.aws import Aws
 from elastic.driver.preemption.azure import Azure
 from elastic.driver.preemption.command import Command
 from elastic.driver.preemption.google_cloud import GoogleCloud
 from elastic.driver.preemption.slurm import Slurm
 from elastic.driver.preemption.source import NoticeSource, PreemptionNotice, SourceError
-from elastic.driver.sinks import Log
 from elastic.errors import Invalid
 
 AUTO, OFF = "auto", "off"

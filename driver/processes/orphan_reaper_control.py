@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from elastic.driver.output_interfaces import Log
 from elastic.driver.processes import orphan_reaper_program
-from elastic.driver.sinks import Log
 
 
 class OrphanReaper:

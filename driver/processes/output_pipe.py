@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 
-from elastic.driver.sinks import Sink, Stream
+from elastic.driver.output_interfaces import Sink, Stream
 from elastic.protocol.messages import Worker
 
 CHUNK = 64 * 1024

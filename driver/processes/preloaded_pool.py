@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from elastic.driver.output_interfaces import Log
 from elastic.driver.processes import orphan_reaper_program
-from elastic.driver.sinks import Log
 
 PROGRAM = (
     "import sys; sys.path[:1] = sys.argv[1:2]; "

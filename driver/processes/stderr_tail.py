@@ -11,7 +11,7 @@ import msgspec
 
 from elastic.driver.events import ExitCause
 from elastic.driver.monitoring.stack_excerpts import STACK, header_of
-from elastic.driver.sinks import Stream
+from elastic.driver.output_interfaces import Stream
 from elastic.protocol.messages import Worker
 from elastic.protocol.uncaught.sending import LostDriver, StackOf, TrainingThread, Uncaught
 

@@ -35,6 +35,7 @@ import msgspec
 
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.membership.worlds.root_cause import describe_exit
+from elastic.driver.output_interfaces import Log, Sink, Stream, Usage
 from elastic.driver.processes import health_check_run, orphan_reaper_program, proc_stats
 from elastic.driver.processes.health_check_run import HealthCheckRun
 from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
@@ -47,7 +48,6 @@ from elastic.driver.processes.thread_stacks import STACKS_S, in_order, signal_in
 from elastic.driver.processes.usage_meter import USAGE_S, UsageMeter
 from elastic.driver.reasons import counted
 from elastic.driver.settings import Settings
-from elastic.driver.sinks import Log, Sink, Stream, Usage
 from elastic.protocol.life_lock import LIFE_LOCK, LifeLock, LifeLocks
 from elastic.protocol.messages import STACKS_SIGNAL_OFFSET, Worker
 from elastic.protocol.uncaught.at_start import sitecustomize

@@ -11,9 +11,9 @@ import importlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from elastic.driver.output_interfaces import Usage
 from elastic.driver.processes import proc_stats
 from elastic.driver.processes.proc_stats import ProcSample
-from elastic.driver.sinks import Usage
 
 USAGE_S = 5.0  # interval between two measurements, in seconds
 # utilization of the process's busiest GPU (0 to 1), and the bytes that the process uses on all GPUs

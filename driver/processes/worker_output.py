@@ -16,9 +16,9 @@ from pathlib import Path
 
 from elastic.driver.events import ExitCause
 from elastic.driver.monitoring.stack_excerpts import training_stack
+from elastic.driver.output_interfaces import Stream
 from elastic.driver.processes.console import Write, WriterThread
 from elastic.driver.processes.stderr_tail import DiagnosticLines, StderrTails, TracebackLedger
-from elastic.driver.sinks import Stream
 from elastic.protocol.messages import Place, Worker
 from elastic.protocol.uncaught.sending import Uncaught
 
@@ -98,7 +98,7 @@ class Output:
         self._writers["stderr"].put(write, data)
 
     def feed(self, worker: Worker, stream: Stream, data: bytes) -> None:
-        """Receive output of a worker. See `elastic.driver.sinks.Sink.feed`."""
+        """Receive output of a worker. See `elastic.driver.output_interfaces.Sink.feed`."""
         if stream == "usage":
             self._on_lines(worker, self._name(worker), stream, [data])
             return
@@ -125,25 +125,25 @@ class Output:
         self._pass_on(worker, stream, pieces)
 
     def finish(self, worker: Worker, stream: Stream) -> None:
-        """Handle the end of a worker's stream. See `elastic.driver.sinks.Sink.finish`."""
+        """Handle the end of a worker's stream. See `elastic.driver.output_interfaces.Sink.finish`."""
         rest = self._partial.pop((worker, stream), None)
         if rest:
             self._pass_on(worker, stream, [bytes(rest)])
 
     def tail(self, worker: Worker) -> str:
-        """Return the end of a worker's stderr. See `elastic.driver.sinks.Sink.tail`."""
+        """Return the end of a worker's stderr. See `elastic.driver.output_interfaces.Sink.tail`."""
         return self._tails.of(worker)
 
     def cause(self, worker: Worker) -> ExitCause:
-        """Return the reason for a worker's exit, as reported by the worker. See `elastic.driver.sinks.Sink.cause`."""
+        """Return the reason for a worker's exit, as reported by the worker. See `output_interfaces.Sink.cause`."""
         return self._tails.cause(worker)
 
     def training_thread(self, worker: Worker) -> int | None:
-        """Return a worker's training thread. See `elastic.driver.sinks.Sink.training_thread`."""
+        """Return a worker's training thread. See `elastic.driver.output_interfaces.Sink.training_thread`."""
         return self._tails.training_thread(worker)
 
     def drop(self, worker: Worker) -> None:
-        """Discard the state of a worker. See `elastic.driver.sinks.Sink.drop`."""
+        """Discard the state of a worker. See `elastic.driver.output_interfaces.Sink.drop`."""
         self._show_stacks(worker)
         self._tails.drop(worker)
         self._diagnostics.drop(worker)

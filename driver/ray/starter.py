@@ -17,10 +17,10 @@ import msgspec
 
 from elastic.driver.launch.starter import Bootstrap, StartFailed
 from elastic.driver.network.blocking_calls import begun, to_thread, within
+from elastic.driver.output_interfaces import Log
 from elastic.driver.ray.actors import Actors, RayActors, Taken
 from elastic.driver.ray.node.worker_calls import CallFailed
 from elastic.driver.ray.start_failures import another_release, exit_cause, why_no_actor
-from elastic.driver.sinks import Log
 from elastic.version import __version__
 
 NAME = "hvd-elastic-agent"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from elastic.driver.sinks import Log
+from elastic.driver.output_interfaces import Log
 from elastic.driver.spark.agent_task import AgentTask
 
 AGAIN_S = (0.2, 30.0)  # initial and maximum delay before a failed task is restarted, in seconds

@@ -25,7 +25,7 @@ from elastic import context
 from elastic.data import DataLoader
 from elastic.data.conversion import from_torch
 from elastic.errors import Fixed, Invalid, NotElastic
-from elastic.integrations import versions
+from elastic.integrations import tested_versions
 from elastic.runtime import lifecycle
 from elastic.sharding import unsupported_sharding
 from elastic.state.handlers.part import Carried
@@ -59,7 +59,7 @@ class PreparedState(TorchState):
     """
 
     def __init__(self, accelerator: Accelerator, **values: Any) -> None:
-        versions.check("accelerate")
+        tested_versions.check("accelerate")
         refuse(accelerator)
         optimizers = [each.optimizer for each in accelerator._optimizers]
         models = [value for value in values.values() if isinstance(value, Module)]

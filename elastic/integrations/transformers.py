@@ -27,7 +27,7 @@ from transformers.trainer_utils import has_length
 
 from elastic.data import DataLoader
 from elastic.errors import Invalid
-from elastic.integrations import accelerate, schedules, versions
+from elastic.integrations import accelerate, learning_rate_schedules, tested_versions
 from elastic.run_loop import run
 from elastic.sharding import unsupported_sharding
 from elastic.state.handlers.part import Carried
@@ -67,7 +67,7 @@ class ElasticTrainerMixin:
         def is_world_process_zero(self) -> bool: ...
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        versions.check("transformers")
+        tested_versions.check("transformers")
         super().__init__(*args, **kwargs)
         self._kept: TorchState | None = None
         self._steps = _Steps()
@@ -91,7 +91,7 @@ class ElasticTrainerMixin:
         made = create(num_training_steps, optimizer)
         trainers_own = getattr(create, "__func__", None) is Trainer.create_scheduler
         if trainers_own and not given and isinstance(made, LambdaLR) and _has_an_end(self.args):
-            factor = schedules.ScaledSchedule(
+            factor = learning_rate_schedules.ScaledSchedule(
                 functools.partial(_factor, self.args), num_training_steps
             )
             made.lr_lambdas = [factor for _ in made.lr_lambdas]
@@ -209,12 +209,12 @@ class ElasticTrainerMixin:
         if factor is not None:
             factor.follow(schedule.last_epoch, self.state.max_steps - self.state.global_step)
             return
-        if not schedules.counts_steps(schedule) or self._created_lr_scheduler:
+        if not learning_rate_schedules.counts_steps(schedule) or self._created_lr_scheduler:
             return  # A schedule of this kind does not depend on the number of steps.
         changed = self._steps.changed
         if changed.see(self.state.max_steps) and self.state.is_world_process_zero:
             assert changed.first is not None
-            schedules.warn(
+            learning_rate_schedules.warn(
                 schedule,
                 changed.first,
                 self.state.max_steps,
@@ -222,10 +222,12 @@ class ElasticTrainerMixin:
                 "Leave the schedule to the Trainer (lr_scheduler_type), which adapts it, or pass max_steps",
             )
 
-    def _factor(self) -> tuple[schedules.ScaledSchedule | None, Any]:
+    def _factor(self) -> tuple[learning_rate_schedules.ScaledSchedule | None, Any]:
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         (first, *_) = getattr(schedule, "lr_lambdas", None) or [None]
-        return (first if isinstance(first, schedules.ScaledSchedule) else None), schedule
+        return (
+            first if isinstance(first, learning_rate_schedules.ScaledSchedule) else None
+        ), schedule
 
     def _epochs(self, first: Epoch) -> int:
         if self.args.max_steps > 0:
@@ -247,7 +249,7 @@ class _Steps:
         self.all = 0
         self.begun = False
         self.count = 0
-        self.changed = schedules.ScheduleLengthChange()
+        self.changed = learning_rate_schedules.ScheduleLengthChange()
         self._fresh = False
 
     def begin(self, epoch: int) -> None:
@@ -282,7 +284,7 @@ def _has_an_end(args: TrainingArguments) -> bool:
     return SchedulerType(args.lr_scheduler_type) not in _OWN_PACE or 0 < args.warmup_steps < 1
 
 
-def _factor(args: TrainingArguments, steps: int) -> schedules.Factor:
+def _factor(args: TrainingArguments, steps: int) -> learning_rate_schedules.Factor:
     made: Any = get_scheduler(
         args.lr_scheduler_type,
         optimizer=torch.optim.SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=1.0),
@@ -290,7 +292,7 @@ def _factor(args: TrainingArguments, steps: int) -> schedules.Factor:
         num_training_steps=steps,
         scheduler_specific_kwargs=args.lr_scheduler_kwargs,
     )
-    factor: schedules.Factor = made.lr_lambdas[0]
+    factor: learning_rate_schedules.Factor = made.lr_lambdas[0]
     return factor
 
 

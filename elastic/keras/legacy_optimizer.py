@@ -12,7 +12,7 @@ from typing import Any
 from elastic.errors import Invalid
 from elastic.optimizer.framework_options import GradientOptions
 from elastic.tensorflow import gradients
-from elastic.tensorflow.aggregation import GradientAggregation
+from elastic.tensorflow.gradient_aggregation import GradientAggregation
 
 
 class ReducesLegacyGradients:

@@ -115,7 +115,8 @@ def _wake() -> None:
         _poke()
 
 
-# ---- interface for `elastic.monitoring.tracing`, which sends the records ------------------------------------
+# ---- interface for `elastic.monitoring.timeline_transfer`, which sends the records
+# ------------------------------------
 
 
 def record(into: TraceBuffer, poke: Callable[[], None], *, cycles: bool) -> None:

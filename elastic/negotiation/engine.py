@@ -13,10 +13,9 @@ import torch
 
 from elastic.collectives.interface import Collectives
 from elastic.errors import CollectiveFailed
-from elastic.monitoring import timeline, user_line
+from elastic.monitoring import script_line, timeline
 from elastic.negotiation import fusion
 from elastic.negotiation.execution import start
-from elastic.negotiation.local_transport import LocalController, silence_s
 from elastic.negotiation.messages import (
     ALL,
     JOIN,
@@ -29,6 +28,7 @@ from elastic.negotiation.messages import (
     ResponseList,
 )
 from elastic.negotiation.pending import Pending
+from elastic.negotiation.rank0_transport import LocalController, silence_s
 from elastic.negotiation.response_cache import ResponseCache
 from elastic.negotiation.transport import ControllerClient, encode_rules, fetch_rules, rules_of
 from elastic.protocol.messages import Place
@@ -228,7 +228,7 @@ class Engine:
         here, line = threading.get_ident(), self._line
         if line is None or pending.kind == JOIN or self._submitters != {here}:
             return
-        wait = Request(WAIT, pending.name, payload=user_line.of_thread(here))
+        wait = Request(WAIT, pending.name, payload=script_line.of_thread(here))
         try:
             self._send_fresh()
             with self._sending:

@@ -1,6 +1,6 @@
 """Connections over which ranks negotiate collectives: one from every rank to rank 0, for one generation.
 
-This module implements the end of a connecting rank; `local_transport` implements rank 0's end. Rank 0 publishes its
+This module implements the end of a connecting rank; `rank0_transport` implements rank 0's end. Rank 0 publishes its
 address in the generation's store. Frames have the format of `elastic.protocol.framing`: they are authenticated,
 validated against a schema and never pickled. A rank's first frame proves that the rank has the job's secret. `abort`,
 called from any thread, ends blocking calls.

@@ -41,7 +41,7 @@ from elastic.ray.arguments import WorkerRequest
 from elastic.ray.job_updates import JobUpdate, JobUpdates, UpdateBatch
 
 RUN_FUNCTION = ("python", "-m", "elastic.launcher.run_function")
-SERVE_CALLS = ("python", "-m", "elastic.ray.serve_calls")
+SERVE_CALLS = ("python", "-m", "elastic.ray.persistent_worker")
 KEPT_S = 600.0  # seconds for which the outcome of a detached job stays available
 STOP_CODE = 130
 ENDS_S = 20.0  # seconds that a job may take to end after it has lost a persistent worker

@@ -24,7 +24,7 @@ from elastic.collectives.interface import Collectives
 from elastic.collectives.single_rank import LocalCollectives
 from elastic.collectives.store_group import DistantGroup, Wait
 from elastic.errors import CollectiveFailed, Differing, PeerLost
-from elastic.monitoring import user_line
+from elastic.monitoring import script_line
 from elastic.negotiation.engine import Engine
 from elastic.protocol import calls
 from elastic.protocol.calls import Called
@@ -224,7 +224,7 @@ class GuardedGroups:
         self, error: CollectiveFailed, group: Differing, inside: str
     ) -> tuple[Called, ...]:
         session = self._session
-        line = user_line.of_thread(get_ident())
+        line = script_line.of_thread(get_ident())
         mine = Called(session.recovery.place.rank, inside, line)
         called = differing_calls.of_all(session.groups.store, group, mine)
         error.args = (calls.sentence(called),)

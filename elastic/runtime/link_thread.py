@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from elastic.errors import DriverLost
-from elastic.monitoring import step_count, user_line
+from elastic.monitoring import script_line, step_count
 from elastic.monitoring.reporting import Reporting
-from elastic.monitoring.tracing import TraceSession
+from elastic.monitoring.timeline_transfer import TraceSession
 from elastic.protocol import messages
 from elastic.protocol.messages import Message, Place
 from elastic.runtime import host_updates
@@ -125,7 +125,7 @@ class LinkThread:
             _die_of_sigterm()
         groups = session.groups
         news = self._progress.due_messages(
-            now, groups.launches, user_line.of_thread, groups.followed_since
+            now, groups.launches, script_line.of_thread, groups.followed_since
         )
         if session.env.elastic and session.recovery.phase is Phase.TRAINING:
             recovery = session.recovery
@@ -184,7 +184,7 @@ class LinkThread:
                 session.send(self.time_spent())
             case messages.Locate():
                 main = threading.main_thread().ident or 0
-                line = user_line.of_thread(self._progress.thread or main)
+                line = script_line.of_thread(self._progress.thread or main)
                 session.send(messages.Located(session.recovery.generation, line))
                 return
             case messages.Awaited(generation, rank, line):

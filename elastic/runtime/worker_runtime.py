@@ -17,7 +17,7 @@ import torch
 from elastic.collectives.interface import Collectives
 from elastic.collectives.store_group import DistantGroup
 from elastic.monitoring.reporting import Reporting
-from elastic.monitoring.tracing import TraceSession, TracingThroughDriver, TracingToFile
+from elastic.monitoring.timeline_transfer import TraceSession, TracingThroughDriver, TracingToFile
 from elastic.negotiation.engine import Engine
 from elastic.protocol import messages
 from elastic.protocol.messages import (

@@ -29,7 +29,7 @@ from elastic.monitoring import data_waits, moved_tensors
 from elastic.optimizer.zero1_optimizer import whole_parameters
 from elastic.rendezvous import distributed_samplers
 from elastic.runtime.worker_runtime import WorkerRuntime
-from elastic.script_checks import mistakes, script_source, step_sources
+from elastic.script_checks import mistakes, source_analysis, step_sources
 from elastic.script_checks.mistakes import (
     STEPS,
     Kind,
@@ -237,8 +237,8 @@ class ScriptObserver:
             steps=steps,
             world_size=self._rt.place.size,
             commits=self._rt.commits.made - (self._commits or 0),
-            calls=tuple(script_source.commits(self._function)),
-            restarts=script_source.restarting_loop(self._function),
+            calls=tuple(source_analysis.commits(self._function)),
+            restarts=source_analysis.restarting_loop(self._function),
             recovered=self._recovered,
             collectives=self._rt.activity - self._collectives,
             keeps_members=_keeps_members(self._state),

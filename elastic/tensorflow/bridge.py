@@ -23,7 +23,7 @@ import torch.utils.dlpack
 
 from elastic.api.arrays import to_numpy, to_torch, value_of
 from elastic.negotiation import submission
-from elastic.negotiation.completions import Completions
+from elastic.negotiation.completion_callbacks import Completions
 from elastic.rendezvous import worker_settings
 from elastic.tensorflow.graphs import async_op, error_classes
 

@@ -47,9 +47,9 @@ from elastic.negotiation.process_sets import (
 from elastic.optimizer import join as joining
 from elastic.runtime import basics
 from elastic.tensorflow import bridge, result_memory
+from elastic.tensorflow.broadcasting import broadcast_variables
 from elastic.tensorflow.compression import Compression
 from elastic.tensorflow.graphs.packing import pack
-from elastic.tensorflow.variables import broadcast_variables
 
 Tensors = Sequence[tf.Tensor]
 # Function that returns the participating ranks. It is called when a graph runs, because a graph outlives a world.

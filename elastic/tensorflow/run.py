@@ -10,7 +10,7 @@ from elastic import run_loop
 from elastic.errors import Interrupted, Invalid
 from elastic.runtime import lifecycle
 from elastic.tensorflow import leftover_variables
-from elastic.tensorflow.errors import unwrapped
+from elastic.tensorflow.original_errors import unwrapped
 
 Value = TypeVar("Value")
 

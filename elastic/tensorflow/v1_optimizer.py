@@ -9,7 +9,7 @@ import tensorflow as tf
 from elastic.errors import Invalid
 from elastic.optimizer.framework_options import GradientOptions
 from elastic.tensorflow import gradients
-from elastic.tensorflow.aggregation import GradientAggregation
+from elastic.tensorflow.gradient_aggregation import GradientAggregation
 
 
 class DistributedV1(tf.compat.v1.train.Optimizer):

@@ -118,7 +118,7 @@ def _of_this_world(size: int, rank: int, ranks: Any, store: Any) -> bool:
 def broadcast_object_list(object_list: list[Any], *args: Any, **options: Any) -> None:
     """Replacement of torch's function that does nothing on a worker that has not joined a world.
 
-    On such a worker, torch's own function would receive a size of zero. See `mirror`.
+    On such a worker, torch's own function would receive a size of zero. See `collectives_before_joining`.
     """
     rt = lifecycle.active()
     if rt is None or not rt.provisional:

@@ -24,8 +24,8 @@ from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.sharding import unsupported_sharding
 from elastic.torch_backend.collective_calls import CollectiveCall
+from elastic.torch_backend.collectives_before_joining import MirrorCollectives
 from elastic.torch_backend.group_names import names
-from elastic.torch_backend.mirror import MirrorCollectives
 from elastic.torch_backend.point_to_point import AT_ONCE, PointToPointMessages
 from elastic.torch_backend.works import ElasticWork, Futures, joined, recorded
 

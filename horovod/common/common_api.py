@@ -1,7 +1,7 @@
 """Names that all framework modules of Horovod provide: world queries, process sets, reductions, build options."""
 
 from elastic.api.ops import Adasum, Average, Max, Min, Product, Sum
-from elastic.monitoring.tracing import start_timeline, stop_timeline
+from elastic.monitoring.timeline_transfer import start_timeline, stop_timeline
 from elastic.negotiation.process_sets import (
     ProcessSet,
     add_process_set,

@@ -35,9 +35,9 @@ def broadcast_global_variables(root_rank: int) -> Any:
         raise RuntimeError(
             "Keras has no global variables on this backend: use hvd.callbacks.BroadcastGlobalVariablesCallback"
         )
-    from elastic.tensorflow import variables
+    from elastic.tensorflow import broadcasting
 
-    return variables.broadcast_global_variables(root_rank)
+    return broadcasting.broadcast_global_variables(root_rank)
 
 
 __all__ = [

@@ -11,12 +11,7 @@ _need_keras(__name__)
 
 from elastic.keras.tensorflow_optimizer import DistributedOptimizer
 from elastic.tensorflow import ops as _ops
-from elastic.tensorflow.aggregation import LocalGradientAggregationHelper
-from elastic.tensorflow.compression import Compression
-from elastic.tensorflow.ops import *  # noqa: F403
-from elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
-from elastic.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-from elastic.tensorflow.variables import (
+from elastic.tensorflow.broadcasting import (
     BroadcastGlobalVariablesHook,
     allgather_object,
     broadcast_global_variables,
@@ -24,6 +19,11 @@ from elastic.tensorflow.variables import (
     broadcast_object_fn,
     broadcast_variables,
 )
+from elastic.tensorflow.compression import Compression
+from elastic.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from elastic.tensorflow.ops import *  # noqa: F403
+from elastic.tensorflow.sync_batch_norm import SyncBatchNormalization
+from elastic.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 from horovod.common import common_api as _door
 from horovod.common.common_api import *  # noqa: F403
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt

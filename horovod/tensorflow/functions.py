@@ -1,6 +1,6 @@
 """Broadcast of variables and objects, and allgather of objects, under Horovod's module name."""
 
-from elastic.tensorflow.variables import (
+from elastic.tensorflow.broadcasting import (
     allgather_object,
     broadcast_object,
     broadcast_object_fn,

@@ -1,5 +1,5 @@
 """``LocalGradientAggregationHelper``, under Horovod's module name."""
 
-from elastic.tensorflow.aggregation import LocalGradientAggregationHelper
+from elastic.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 
 __all__ = ["LocalGradientAggregationHelper"]

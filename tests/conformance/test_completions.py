@@ -10,7 +10,7 @@ import torch
 from conformance.worlds import everywhere, works
 from elastic.collectives.interface import Op
 from elastic.negotiation import submission
-from elastic.negotiation.completions import Completions
+from elastic.negotiation.completion_callbacks import Completions
 
 WAIT_S = 10.0
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import horovod.tensorflow as hvd
 from elastic.errors import TensorMismatch, Unsupported
-from elastic.tensorflow.errors import unwrapped
+from elastic.tensorflow.original_errors import unwrapped
 from harness import wording
 
 INTEGERS = [tf.uint8, tf.int8, tf.int16, tf.int32, tf.int64]

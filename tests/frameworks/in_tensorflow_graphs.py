@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import horovod.tensorflow as hvd
 from elastic.errors import Invalid, TensorMismatch
-from elastic.tensorflow.errors import unwrapped
 from elastic.tensorflow.graphs import async_op
+from elastic.tensorflow.original_errors import unwrapped
 from harness.gradient_table import CASES, MOVING, WIDTH, Case, sets
 
 TOLERANCE = {tf.float16: 2e-3, tf.bfloat16: 1e-2}

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from elastic.chaos.inject.injection import MARK as CHAOS_MARK
+from elastic.chaos.inject.injector import MARK as CHAOS_MARK
 from elastic.driver.launch.worker_environment import defaults
 from elastic.driver.processes.preloaded_pool import PREPARED
 from harness import forking

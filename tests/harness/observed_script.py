@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from elastic.runtime import lifecycle
-from elastic.script_checks import script_source
+from elastic.script_checks import source_analysis
 from elastic.script_checks.mistakes import CommitCall, Kind
 from elastic.script_checks.observer import ScriptObserver
 
@@ -16,7 +16,7 @@ def mistakes_of(state: Any, train: Callable[[Any], object], *, commits: bool = T
     """Return the mistakes of ``train(state)``; without commits, of a script that never mentions them."""
     observer = ScriptObserver(lifecycle.current(), state, train)
     calls = [CommitCall.SOME_STEPS] if commits else []
-    with mock.patch.object(script_source, "commits", lambda function: calls):
+    with mock.patch.object(source_analysis, "commits", lambda function: calls):
         observer.meet()
         observer.begin()
         try:

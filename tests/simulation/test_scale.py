@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from elastic.chaos.simulator.scale import Cost, Scale, regroup
+from elastic.chaos.simulator.regroup_cost import Cost, Scale, regroup
 from elastic.chaos.simulator.simulator import Simulation, Violation
 from harness.golden import raises
 

@@ -38,7 +38,7 @@ from elastic.driver.monitoring.dashboard.page_state import TAILS
 from elastic.driver.monitoring.stack_excerpts import training_stack
 from elastic.driver.network.blocking_calls import within
 from elastic.driver.network.control_server import Callers, ControlServer
-from elastic.driver.sinks import Log
+from elastic.driver.output_interfaces import Log
 from elastic.errors import Invalid
 from elastic.protocol.messages import Address, Worker
 

@@ -18,7 +18,7 @@ from elastic.driver.monitoring.dashboard.page_server import PageServer
 from elastic.driver.monitoring.dashboard.page_state import Patch
 from elastic.driver.monitoring.dashboard.status_line_text import one_line
 from elastic.driver.monitoring.dashboard.worker_grid import slot_of
-from elastic.driver.sinks import Stream, Usage
+from elastic.driver.output_interfaces import Stream, Usage
 from elastic.protocol.messages import Worker
 from elastic.protocol.report_values import Report
 

@@ -38,9 +38,9 @@ from elastic.driver.monitoring.shard_status import (
     source_sentence,
 )
 from elastic.driver.monitoring.time_accounting import TimeSpent
+from elastic.driver.output_interfaces import Usage
 from elastic.driver.reasons import brief
 from elastic.driver.settings import StartCheckpoint
-from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Commit, Worker
 
 LINES = 200  # maximum number of log lines per second; further lines are omitted

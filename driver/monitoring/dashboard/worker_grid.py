@@ -16,8 +16,8 @@ from elastic.driver.membership.worlds.root_cause import describe_exit
 from elastic.driver.monitoring.dashboard.page_state import PageState
 from elastic.driver.monitoring.job_view import JobView, Stage, WorkerView
 from elastic.driver.monitoring.stalls import Stall
+from elastic.driver.output_interfaces import Usage
 from elastic.driver.reasons import brief
-from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Worker
 
 STATES = (

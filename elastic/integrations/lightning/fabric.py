@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.integrations import versions
+from elastic.integrations import tested_versions
 from elastic.integrations.lightning import torch_process_group
 from elastic.integrations.lightning.environment import ElasticEnvironment
 from elastic.runtime import lifecycle
@@ -32,7 +32,7 @@ class ElasticFabricStrategy(DDPStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         torch_process_group.refuse(kwargs)
-        versions.check("lightning")
+        tested_versions.check("lightning")
         super().__init__(
             cluster_environment=ElasticEnvironment(),
             process_group_backend=torch_process_group.BACKEND,

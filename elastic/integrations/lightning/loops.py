@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from elastic.data import DataLoader
 from elastic.errors import Invalid
-from elastic.integrations import schedules
+from elastic.integrations import learning_rate_schedules
 from elastic.integrations.lightning import trainer_progress
 from elastic.run_loop import run
 from elastic.state.torch_state import TorchState
@@ -92,7 +92,7 @@ class ElasticFitLoop(Trained):
     within_epoch: bool
     _shown: bool
     _steps: int
-    changed: schedules.ScheduleLengthChange
+    changed: learning_rate_schedules.ScheduleLengthChange
 
     @classmethod
     def in_place_of(cls, loop: Any, strategy: FollowingStrategy) -> ElasticFitLoop:
@@ -105,7 +105,7 @@ class ElasticFitLoop(Trained):
         made.strategy, made.state = strategy, None
         made.within_epoch, made._steps = False, 0
         made._shown = made.trainer.is_global_zero
-        made.changed = schedules.ScheduleLengthChange()
+        made.changed = learning_rate_schedules.ScheduleLengthChange()
         return made
 
     # ---- data ----------------------------------------------------------------------------------------------------
@@ -175,13 +175,13 @@ class ElasticFitLoop(Trained):
         by_step = [
             each.scheduler
             for each in trainer.lr_scheduler_configs
-            if each.interval == "step" and schedules.counts_steps(each.scheduler)
+            if each.interval == "step" and learning_rate_schedules.counts_steps(each.scheduler)
         ]
         if not by_step or trainer.max_steps != -1 or not self.changed.see(batches):
             return
         if trainer.is_global_zero:
             assert self.changed.first is not None
-            schedules.warn(
+            learning_rate_schedules.warn(
                 by_step[0],
                 self.changed.first,
                 batches,

@@ -19,7 +19,7 @@ from elastic.data import DataLoader, from_torch
 from elastic.data.loader import StepShards
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
-from elastic.integrations import versions
+from elastic.integrations import tested_versions
 from elastic.integrations.lightning import torch_process_group
 from elastic.integrations.lightning.environment import ElasticEnvironment
 from elastic.integrations.lightning.loops import ElasticFitLoop
@@ -51,7 +51,7 @@ class ElasticStrategy(DDPStrategy):
         self, commit_every: int = 1, *, shards: Shards | None = None, **kwargs: Any
     ) -> None:
         torch_process_group.refuse(kwargs)
-        versions.check("lightning")
+        tested_versions.check("lightning")
         if commit_every < 1:
             raise Invalid(
                 f"commit_every is {commit_every}: pass a number of optimizer steps, at least 1"

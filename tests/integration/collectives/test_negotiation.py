@@ -31,10 +31,10 @@ from elastic.api.ops import (
     synchronize,
 )
 from elastic.errors import CollectiveFailed, DuplicateName, TensorMismatch
-from elastic.negotiation import local_transport
+from elastic.negotiation import rank0_transport
 from elastic.negotiation.fusion import FusionLimits
-from elastic.negotiation.local_transport import LocalController
 from elastic.negotiation.messages import ALL, Request, RequestList, ResponseList
+from elastic.negotiation.rank0_transport import LocalController
 from elastic.negotiation.transport import ControllerClient, rules_of
 from elastic.protocol.calls import Called
 from elastic.rendezvous import worker_settings
@@ -217,7 +217,7 @@ def started_server(size: int) -> tuple[LocalController, Any, queue.SimpleQueue[A
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Rank 0's end, with ranks 1 and 2 connected; their offers and losses are recorded."""
-    monkeypatch.setattr(local_transport, "BEAT_S", 0.1)
+    monkeypatch.setattr(rank0_transport, "BEAT_S", 0.1)
     monkeypatch.setattr(rpc_server, "count_limit", lambda *limits: 16)
     made, rules, heard = started_server(size=3)
     peers = {rank: ControllerClient(rules, rank, 7, b"secret", silence_s=2.0) for rank in (1, 2)}
@@ -415,7 +415,7 @@ def test_stopped_rank_0_is_abandoned_by_the_other_ranks(ranks):
 
 
 def beat_fast(rank: int, size: int) -> None:
-    local_transport.BEAT_S, local_transport.SILENT_BEATS = 0.2, 0
+    rank0_transport.BEAT_S, rank0_transport.SILENT_BEATS = 0.2, 0
 
 
 def wait_in_vain(rank: int, size: int) -> int | None:

@@ -21,10 +21,10 @@ import pytest
 from elastic.driver.events import Event, WorkerExited, WorkerFrozen, WorkerProbed, WorkerThawed
 from elastic.driver.launch.local_launcher import LocalLauncher
 from elastic.driver.monitoring.stack_excerpts import TRAINING
+from elastic.driver.output_interfaces import Stream
 from elastic.driver.processes import orphan_reaper_program, proc_stats
 from elastic.driver.processes.out_of_memory import OutOfMemory
 from elastic.driver.processes.worker_output import Output
-from elastic.driver.sinks import Stream
 from elastic.protocol.life_lock import LIFE_LOCK
 from elastic.protocol.messages import Place, Worker
 from harness import wording

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic.chaos.inject import network
-from elastic.chaos.inject.injection import MARK as CHAOS_MARK
-from elastic.chaos.inject.injection import Injector, NotOurs
+from elastic.chaos.inject import network_isolation
+from elastic.chaos.inject.injector import MARK as CHAOS_MARK
+from elastic.chaos.inject.injector import Injector, NotOurs
 from elastic.chaos.inject.plan import Fault
 from elastic.protocol.messages import Worker
 from harness import wording
@@ -295,10 +295,10 @@ def test_only_packets_of_the_filtered_connection_are_dropped_while_the_filter_is
         others = socket.create_connection(server.getsockname())
         other_answering, _ = server.accept()
         with ours, answering, others, other_answering:
-            found = network.Socket(ours.getsockname(), ours.getpeername())
+            found = network_isolation.Socket(ours.getsockname(), ours.getpeername())
             answering.settimeout(0.3)
             other_answering.settimeout(5.0)
-            packets = network.PacketFilter(os.getpid())
+            packets = network_isolation.PacketFilter(os.getpid())
             try:
                 packets.drop([found])
                 until = time.monotonic() + 5.0

@@ -27,8 +27,8 @@ from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.page_access import RequestGuard
 from elastic.driver.monitoring.reported_series import ReportedSeries
 from elastic.driver.monitoring.time_accounting import TimeSpent
+from elastic.driver.output_interfaces import Usage
 from elastic.driver.reasons import ReasonKind, because
-from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Address, Place, Worker
 from harness.browser import CHROMIUM, Browser
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from elastic.ray import call_results
-from elastic.ray.serve_calls import LENGTH
+from elastic.ray.persistent_worker import LENGTH
 
 pytestmark = pytest.mark.forked
-SERVE = ["python", "-m", "elastic.ray.serve_calls"]
+SERVE = ["python", "-m", "elastic.ray.persistent_worker"]
 
 
 def failure_in(answer: bytes) -> call_results.CallFailure:

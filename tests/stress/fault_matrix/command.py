@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from elastic.chaos.inject.network import check_partition
+from elastic.chaos.inject.network_isolation import check_partition
 from elastic.errors import Invalid
 from stress.fault_matrix import cells as faults
 from stress.fault_matrix import expectations, page, run_cell

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elastic.chaos.harness.journal_tail import Json
-from elastic.chaos.inject.network import PacketFilter, Socket, sockets_of
+from elastic.chaos.inject.network_isolation import PacketFilter, Socket, sockets_of
 from stress.fault_matrix import cells, expectations
 from stress.fault_matrix.cells import Cell
 from stress.fault_matrix.expectations import HOLD_S, MOMENT_S

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from elastic.chaos.harness.journal_tail import JobProgress
-from elastic.chaos.inject import command, network, tables
+from elastic.chaos.inject import command, network_isolation, terminal_report
 from elastic.chaos.inject.faulty_job import Job, print_line, under_fire
 from elastic.chaos.inject.plan import KINDS, Chance, Plan
 from elastic.driver.network.host_lists import SLOTS_LIMIT
@@ -92,7 +92,7 @@ def main(options: argparse.Namespace) -> int:
     found = watch.found()
     found.left = sorted(resources.unused_segments() - before)
     found.left += [f"process {pid}" for pid in resources.processes_of(folder)]
-    tables.show(report)
+    terminal_report.show(report)
     page.show(found, Console())
     passed = not report.exit_code and not found.troubles
     print(f"{'PASSED' if passed else 'FAILED'}; everything is in {folder}")
@@ -128,7 +128,7 @@ def _plan(options: argparse.Namespace) -> Plan:
             raise Invalid(f"--faults: unknown fault {kind!r}; choose from {','.join(KINDS)}")
     if options.faults is None:
         try:
-            network.check_cut()
+            network_isolation.check_cut()
         except Invalid as error:
             kinds.remove("cut")
             print_line(f"cut is omitted: {error}")

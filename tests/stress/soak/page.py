@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastic.chaos.inject import tables
+from elastic.chaos.inject import terminal_report
 from elastic.chaos.inject.plan import KINDS
 from elastic.chaos.inject.report import Report, percentiles
 from stress.soak.growth import GrowthCurve
@@ -51,7 +51,7 @@ class SoakResults:
 def show(found: SoakResults, console: Console) -> None:
     """Print the curves and the failed checks."""
     if not console.is_terminal:
-        console.width = tables.WIDTH
+        console.width = terminal_report.WIDTH
     console.print(_curves(found.curves))
     if found.back_s is not None:
         console.print(f"all workers were back {found.back_s:.1f} s after the last fault")

@@ -103,7 +103,7 @@ def test_invalid_plan_of_run_is_refused(plan, words, capsys, tmp_path):
 
 
 def test_a_partition_without_root_is_refused_before_the_start(capsys, monkeypatch):
-    monkeypatch.setattr("elastic.chaos.inject.network.os.geteuid", lambda: 1000)
+    monkeypatch.setattr("elastic.chaos.inject.network_isolation.os.geteuid", lambda: 1000)
     said = refused(capsys, "run", *OFTEN, "--faults", "kill,partition", *JOB)
     recorded("log", said)
 

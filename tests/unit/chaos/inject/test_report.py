@@ -9,7 +9,7 @@ from rich.console import Console
 
 from elastic.chaos.inject.plan import Injected
 from elastic.chaos.inject.report import percentiles, report
-from elastic.chaos.inject.tables import show
+from elastic.chaos.inject.terminal_report import show
 from elastic.driver.events import (
     Action,
     BreakWorld,

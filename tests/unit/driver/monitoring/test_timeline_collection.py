@@ -12,7 +12,7 @@ from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.timeline_collection import Tracing
 from elastic.errors import Invalid
 from elastic.monitoring import timeline
-from elastic.monitoring.tracing import TracingThroughDriver, TracingToFile
+from elastic.monitoring.timeline_transfer import TracingThroughDriver, TracingToFile
 from elastic.protocol import messages
 from elastic.protocol.messages import Place, Worker
 from elastic.protocol.trace_file import TraceFile

@@ -6,8 +6,8 @@ import asyncio
 import os
 from unittest.mock import create_autospec
 
+from elastic.driver.output_interfaces import Sink
 from elastic.driver.processes.output_pipe import Pipe
-from elastic.driver.sinks import Sink
 from elastic.protocol.messages import Worker
 
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from elastic.driver.output_interfaces import Usage
 from elastic.driver.processes import proc_stats
 from elastic.driver.processes.proc_stats import GONE, ProcSample, parse_statm
 from elastic.driver.processes.usage_meter import Gpus, Rates, UsageMeter
-from elastic.driver.sinks import Usage
 
 
 def sample(cpu_s: float, memory: int = 4096, state: str = "S") -> ProcSample:

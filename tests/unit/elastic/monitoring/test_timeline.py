@@ -20,10 +20,10 @@ from elastic.driver.events import (
 from elastic.driver.monitoring.timeline import Timeline
 from elastic.driver.reasons import as_sentence
 from elastic.errors import Invalid
-from elastic.monitoring import timeline, trace_sending
+from elastic.monitoring import timeline, trace_flow_control
 from elastic.monitoring.clock_offset import ClockOffset
 from elastic.monitoring.trace_buffer import LASTS_NS, TraceBuffer
-from elastic.monitoring.trace_sending import BATCH, ROUND, WINDOW, TraceSending
+from elastic.monitoring.trace_flow_control import BATCH, ROUND, WINDOW, TraceSending
 from elastic.protocol import messages as protocol
 from elastic.protocol import trace_format
 from elastic.protocol.messages import Address, Place, Worker
@@ -293,7 +293,7 @@ def test_clocks_are_compared_again_periodically():
     talk = Talk(ahead=0)
     talk.say(protocol.Tracing(1, True))
     talk.ahead = 3 * S
-    talk.now += trace_sending.AGAIN_NS + 1
+    talk.now += trace_flow_control.AGAIN_NS + 1
     talk.due()
     talk.fill(1)
     talk.due()

@@ -7,7 +7,7 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from elastic.monitoring.tracing import TraceSession
+from elastic.monitoring.timeline_transfer import TraceSession
 from elastic.protocol import messages
 from elastic.protocol.messages import Address, Commit, Place, StandBy, TimeSpent, World
 from elastic.rendezvous import worker_settings

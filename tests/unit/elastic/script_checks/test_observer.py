@@ -20,7 +20,7 @@ from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.protocol.messages import MistakeFound, Place
 from elastic.rendezvous import distributed_samplers
 from elastic.runtime import lifecycle
-from elastic.script_checks import script_source
+from elastic.script_checks import source_analysis
 from elastic.script_checks.mistakes import STEPS, Kind
 from elastic.script_checks.observer import ScriptObserver
 from elastic.state.state import ObjectState
@@ -290,7 +290,7 @@ def without(state) -> None: ...
 
 
 def test_missing_commit_is_reported_immediately_unless_one_may_follow(job, monkeypatch):
-    monkeypatch.setattr(script_source, "script_files", lambda modules: [])
+    monkeypatch.setattr(source_analysis, "script_files", lambda modules: [])
     state = job.whole(step=0)
     for function, expected in ((per_epoch, set()), (without, {Kind.NO_COMMIT})):
         watching = job.observes(state, function)

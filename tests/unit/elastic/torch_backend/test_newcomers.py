@@ -10,7 +10,7 @@ from elastic.collectives.interface import Op
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.torch_backend import backend_override, collective_calls
-from elastic.torch_backend.mirror import MirrorCollectives
+from elastic.torch_backend.collectives_before_joining import MirrorCollectives
 
 
 def test_mirror_collectives_simulate_peers_with_equal_data():

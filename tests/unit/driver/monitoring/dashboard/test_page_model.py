@@ -15,8 +15,8 @@ from elastic.driver.monitoring.dashboard.page_state import TAILS, applied
 from elastic.driver.monitoring.dashboard.worker_grid import HELD_UP, STATES
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.time_accounting import TimeSpent
+from elastic.driver.output_interfaces import Usage
 from elastic.driver.reasons import ReasonKind, as_sentence, because
-from elastic.driver.sinks import Usage
 from elastic.protocol.messages import Address, Commit, Place, Times, Worker
 from harness.golden import recorded
 

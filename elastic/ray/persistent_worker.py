@@ -1,4 +1,4 @@
-"""Program of a persistent worker: ``python -m elastic.ray.serve_calls``.
+"""Program of a persistent worker: ``python -m elastic.ray.persistent_worker``.
 
 The program executes requests until it receives END.
 
@@ -31,7 +31,7 @@ LENGTH = struct.Struct("!I")
 
 
 class CallWorld(Protocol):
-    """Runtime of a persistent worker, as used by calls. `served_world` implements it."""
+    """Runtime of a persistent worker, as used by calls. `persistent_worker_world` implements it."""
 
     @property
     def rank(self) -> int: ...
@@ -166,7 +166,7 @@ def main() -> None:
     path = os.environ.get(CALLS, "") or (call and os.path.join(os.path.dirname(call), "calls"))
     if not path:
         raise Invalid(f"{CALLS} is not set: start this program through elastic.ray.Executor")
-    from elastic.ray.served_world import join
+    from elastic.ray.persistent_worker_world import join
 
     world = join()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -13,9 +13,9 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from elastic.chaos.inject import network
+from elastic.chaos.inject import network_isolation
 from elastic.chaos.inject.bit_flips import BitFlips, CorruptedFile
-from elastic.chaos.inject.network import PacketFilter
+from elastic.chaos.inject.network_isolation import PacketFilter
 from elastic.chaos.inject.plan import FLIPPED, SPOILS_FILE, Fault, Injected
 from elastic.chaos.inject.resume_guard import Guard
 from elastic.driver.processes.preloaded_pool import PREPARED
@@ -184,7 +184,7 @@ class Injector:
                 return process.signal(signal.SIGTERM)
             case "cut":
                 others = [pid for worker, pid in pids.items() if worker != injected.worker]
-                cut = network.close_connections(process.pid, others)
+                cut = network_isolation.close_connections(process.pid, others)
                 injected.note = f"{cut} connections closed"
                 return True
             case "freeze":
@@ -236,7 +236,7 @@ class Injector:
         if each.packets is not None:
             each.next_at = min(each.ends_at, now + REFRESH_S)
             try:
-                each.packets.drop(network.sockets_of(each.process.pid))
+                each.packets.drop(network_isolation.sockets_of(each.process.pid))
             except OSError:
                 return False
             return True

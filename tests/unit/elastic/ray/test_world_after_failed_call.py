@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.ray.regroupings import Regroupings
+from elastic.ray.world_after_failed_call import Regroupings
 
 
 def meet(*ranks: Regroupings) -> None:

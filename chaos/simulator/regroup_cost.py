@@ -3,7 +3,7 @@
 The simulation runs the real state machines. A step of a world is one event, and a heartbeat is one event per host.
 The simulated fault is the most common one in large jobs: whole hosts die during training and return later. After the
 given time no more hosts fail, and a regroup in progress may finish before the job is checked.
-`python -m elastic.chaos.simulator.scale` prints the results as a table.
+`python -m elastic.chaos.simulator.regroup_cost` prints the results as a table.
 """
 
 from __future__ import annotations

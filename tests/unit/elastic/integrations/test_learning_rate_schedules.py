@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from elastic.integrations.schedules import ScaledSchedule, ScheduleLengthChange, counts_steps
+from elastic.integrations.learning_rate_schedules import (
+    ScaledSchedule,
+    ScheduleLengthChange,
+    counts_steps,
+)
 
 
 def linear(steps):

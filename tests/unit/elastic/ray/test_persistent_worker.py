@@ -13,7 +13,7 @@ import pytest
 
 from elastic.errors import CollectiveFailed
 from elastic.ray import call_results
-from elastic.ray.serve_calls import LENGTH, serve
+from elastic.ray.persistent_worker import LENGTH, serve
 
 called_off = threading.Event()
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from elastic.monitoring import user_line
+from elastic.monitoring import script_line
 
 
 def here() -> str:
-    return user_line.of_thread(threading.get_ident())
+    return script_line.of_thread(threading.get_ident())
 
 
 @pytest.mark.parametrize("module", ["torch.distributed.made_up", "typing_extensions"])
@@ -24,7 +24,7 @@ def test_the_line_that_called_into_libraries_is_named(module):
     exec("def add():\n    with stack:\n        found['line'] = of(number)", library)
     library |= {
         "stack": contextlib.nullcontext(),
-        "of": user_line.of_thread,
+        "of": script_line.of_thread,
         "number": threading.get_ident(),
     }
     exec(script, {"__name__": "__main__", "add": library["add"]})
@@ -34,7 +34,7 @@ def test_the_line_that_called_into_libraries_is_named(module):
 def test_a_function_of_the_script_is_named_with_its_line():
     frame = inspect.currentframe()
     assert frame is not None
-    assert here() == f"test_user_line.py:{inspect.getsourcelines(here)[1] + 1}"
+    assert here() == f"test_script_line.py:{inspect.getsourcelines(here)[1] + 1}"
 
 
 def test_exited_thread_has_no_line():
@@ -42,4 +42,4 @@ def test_exited_thread_has_no_line():
     thread.start()
     thread.join()
     assert thread.ident is not None
-    assert user_line.of_thread(thread.ident) == ""
+    assert script_line.of_thread(thread.ident) == ""

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from elastic.script_checks import script_source
+from elastic.script_checks import source_analysis
 from elastic.script_checks.commit_calls import calls_in
 from elastic.script_checks.mistakes import CommitCall, RestartingLoop
 from elastic.script_checks.restarting_loops import Definition, restarting_loop
-from elastic.script_checks.script_source import committing
+from elastic.script_checks.source_analysis import committing
 from harness.sources import ROOT
 
 EACH, SOME, RANKS = CommitCall.EACH_STEP, CommitCall.SOME_STEPS, CommitCall.SOME_RANKS
@@ -277,40 +277,42 @@ def script(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["direct", "by_module"])
 def test_a_loop_in_another_module_restarts(script, name):
-    found = script_source.restarting_loop(getattr(script, name))
+    found = source_analysis.restarting_loop(getattr(script, name))
     assert found == RestartingLoop("for epoch in range(epochs)", "fit")
 
 
 @pytest.mark.parametrize("name", ["by_argument", "right", "without"])
 def test_uncalled_function_is_not_checked(script, name):
-    assert script_source.restarting_loop(getattr(script, name)) is None
+    assert source_analysis.restarting_loop(getattr(script, name)) is None
 
 
 def test_a_script_that_is_edited_after_its_start_is_not_judged_by_its_new_source(script, tmp_path):
     """Even if the time and the size of the file are the same, as after an edit within its granularity."""
     file = tmp_path / "script.py"
     times = file.stat()
-    assert script_source.commits(script.right) == [EACH]
+    assert source_analysis.commits(script.right) == [EACH]
     file.write_text(SCRIPT.replace("    fit(state, 10)", "    fit(state, 99)", 1))
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert file.stat().st_size == times.st_size
-    assert script_source.commits(script.right) == [EACH]
-    assert script_source.restarting_loop(script.direct) is None
+    assert source_analysis.commits(script.right) == [EACH]
+    assert source_analysis.restarting_loop(script.direct) is None
     file.write_text(SCRIPT.replace("while state.epoch < 10", "for e in range(10)"))
-    assert script_source.commits(script.right) == [SOME]
-    assert script_source.restarting_loop(script.right) is None
+    assert source_analysis.commits(script.right) == [SOME]
+    assert source_analysis.restarting_loop(script.right) is None
 
 
 def test_function_without_a_commit_is_reported_only_if_modules_are_unedited(
     script, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(script_source, "script_files", lambda modules: [str(tmp_path / "loops.py")])
+    monkeypatch.setattr(
+        source_analysis, "script_files", lambda modules: [str(tmp_path / "loops.py")]
+    )
     written_at = (tmp_path / "loops.py").stat().st_mtime
     for began_at, expected in ((written_at + 0.1, [SOME]), (written_at - 1.0, [SOME])):
-        monkeypatch.setattr(script_source, "process_began_at", lambda at=began_at: at)
-        assert script_source.commits(script.without) == expected
+        monkeypatch.setattr(source_analysis, "process_began_at", lambda at=began_at: at)
+        assert source_analysis.commits(script.without) == expected
     (tmp_path / "loops.py").write_text("done = True\n")
     os.utime(tmp_path / "loops.py", (written_at, written_at))
     for began_at, expected in ((written_at + 0.1, []), (written_at - 1.0, [SOME])):
-        monkeypatch.setattr(script_source, "process_began_at", lambda at=began_at: at)
-        assert script_source.commits(script.without) == expected
+        monkeypatch.setattr(source_analysis, "process_began_at", lambda at=began_at: at)
+        assert source_analysis.commits(script.without) == expected

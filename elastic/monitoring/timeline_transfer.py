@@ -1,8 +1,8 @@
 """Transfer of this worker's timeline records to the driver, or to a file in a job without a driver.
 
-With a driver, the driver requests records and the link thread sends them, as `trace_sending` decides. Without a driver,
-no process can merge the records, so each rank writes a separate file in a separate thread: rank 0 the requested file,
-and other ranks the same name with the suffix ``.rank<N>``.
+With a driver, the driver requests records and the link thread sends them, as `trace_flow_control` decides. Without a
+driver, no process can merge the records, so each rank writes a separate file in a separate thread: rank 0 the requested
+file, and other ranks the same name with the suffix ``.rank<N>``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic import context
 from elastic.errors import DriverLost, Invalid
 from elastic.monitoring import timeline
 from elastic.monitoring.trace_buffer import TraceBuffer
-from elastic.monitoring.trace_sending import BATCH, TraceSending
+from elastic.monitoring.trace_flow_control import BATCH, TraceSending
 from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Message, Place
 from elastic.protocol.trace_file import TraceFile

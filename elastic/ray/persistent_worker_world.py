@@ -15,7 +15,7 @@ import torch
 from elastic.collectives.interface import Op
 from elastic.errors import CollectiveFailed, Invalid
 from elastic.protocol.calls import Called
-from elastic.ray.regroupings import Regroupings
+from elastic.ray.world_after_failed_call import Regroupings
 from elastic.rendezvous import worker_settings
 from elastic.rendezvous.worker_settings import Environment
 from elastic.runtime import lifecycle
@@ -72,7 +72,7 @@ CALLED_OFF = "a call has failed on another rank"
 
 
 class ServedRuntime(WorkerRuntime):
-    """Runtime of a persistent worker. See `serve_calls.CallWorld`."""
+    """Runtime of a persistent worker. See `persistent_worker.CallWorld`."""
 
     def __init__(self, env: Environment, link: Link) -> None:
         self._served = ServedSession(env, link)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic.errors import Invalid
-from elastic.integrations.versions import TRIED, check
+from elastic.integrations.tested_versions import TRIED, check
 from with_versions import lower_bounds
 
 CONSTRAINTS = Path(__file__).parents[4] / "constraints.txt"
