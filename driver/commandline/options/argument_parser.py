@@ -10,11 +10,12 @@ import difflib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from elastic.errors import Invalid
 from elastic.protocol.islands import parse_islands
 
+T = TypeVar("T")
 LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 Group = Callable[..., None]
@@ -317,3 +318,8 @@ def log_level(text: str) -> str:
             f"{text!r} is not a log level: pass one of {', '.join(LOG_LEVELS)}"
         )
     return text.upper()
+
+
+def or_default(value: T | None, default: T) -> T:
+    """Return the value of an option, or the default if the user has not given one."""
+    return default if value is None else value

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from elastic.driver.commandline import cli
+from elastic.driver.commandline.options import command_names
 from elastic.driver.commandline.options.flags import Options, parse, parser
 from elastic.driver.commandline.setup import check_build, docs_cli
 from elastic.driver.job.job import Job
@@ -907,7 +908,7 @@ def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     words = set(re.findall(r"[a-z0-9]+", capsys.readouterr().out))
-    assert words >= {*cli.COMMANDS, *cli.OTHER_COMMANDS}
+    assert words >= {*command_names.COMMANDS, *command_names.OTHER_COMMANDS}
 
 
 @pytest.mark.parametrize("word", ["many-host", "many-hosts#no-such-section"])
