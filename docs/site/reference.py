@@ -28,7 +28,7 @@ from elastic.driver.commandline.options.argument_parser import (
     RAY,
     ArgumentParser,
 )
-from elastic.driver.commandline.options.keywords import flag_of, keywords, type_of
+from elastic.driver.commandline.options.keyword_arguments import flag_of, keywords, type_of
 from elastic.driver.commandline.running_jobs import job_commands
 from elastic.driver.commandline.setup import docs_cli, doctor_cli
 from elastic.driver.events import CheckpointMade, WorkerMerged

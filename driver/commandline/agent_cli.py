@@ -22,8 +22,8 @@ from elastic.driver.commandline.options.argument_parser import (
     whole,
 )
 from elastic.driver.commandline.options.flags import Options
+from elastic.driver.commandline.options.multi_host_checks import etcd_access, tls_files
 from elastic.driver.commandline.options.multi_host_flags import EtcdFlags, SecurityFlags
-from elastic.driver.commandline.options.multi_host_options import etcd_access, tls_files
 from elastic.driver.etcd.keys import check_host, check_slots, job_root
 from elastic.driver.launch.starter import Bootstrap
 from elastic.driver.network import interface_selection

@@ -18,13 +18,6 @@ from typing import TYPE_CHECKING
 from elastic.checkpoints.options import RUN
 from elastic.driver.commandline.options import flags, torchrun_flags
 from elastic.driver.commandline.options.argument_parser import or_default
-from elastic.driver.commandline.options.checkpoint_options import (
-    checkpoint_plan,
-    finished_before,
-    note_finished,
-    rerun_reason,
-    same_command_of,
-)
 from elastic.driver.commandline.options.command_names import (
     COMMANDS,
     PIPED_COMMANDS,
@@ -41,7 +34,14 @@ from elastic.driver.commandline.options.flags import Options
 from elastic.driver.commandline.options.hang_timeouts import own_timeout_s, stall_limits
 from elastic.driver.commandline.options.listen_addresses import dashboard_address, metrics_address
 from elastic.driver.commandline.options.misplaced_flags import misplaced_flags
-from elastic.driver.commandline.options.multi_host_options import fleet_plan, pod_source
+from elastic.driver.commandline.options.multi_host_checks import fleet_plan, pod_source
+from elastic.driver.commandline.options.starting_checkpoint import (
+    checkpoint_plan,
+    finished_before,
+    note_finished,
+    rerun_reason,
+    same_command_of,
+)
 from elastic.driver.commandline.options.worker_count import slots_of_hosts, worker_counts
 from elastic.driver.commandline.options.writable_paths import (
     report_path,

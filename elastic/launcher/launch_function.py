@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from elastic.driver.commandline.options.argument_parser import LAUNCH
-from elastic.driver.commandline.options.keywords import accepts, words_of
+from elastic.driver.commandline.options.keyword_arguments import accepts, words_of
 from elastic.errors import Invalid, JobFailed
 from elastic.launcher.run_function import carried, pickled
 from elastic.protocol.report_values import Report

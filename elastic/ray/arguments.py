@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.driver.commandline.options.argument_parser import RAY
-from elastic.driver.commandline.options.keywords import words_of
+from elastic.driver.commandline.options.keyword_arguments import words_of
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
 from elastic.launcher.option_types import RayOptions

@@ -20,7 +20,7 @@ import ray
 
 from elastic.driver.commandline import cli
 from elastic.driver.commandline.options.argument_parser import RAY
-from elastic.driver.commandline.options.keywords import words_of
+from elastic.driver.commandline.options.keyword_arguments import words_of
 from elastic.driver.discovery.interface import Log, ResourceDemand
 from elastic.driver.events import Event
 from elastic.driver.job.job import Job, Stoppable

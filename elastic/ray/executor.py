@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from elastic.driver.commandline.options.argument_parser import RAY
-from elastic.driver.commandline.options.keywords import accepts
+from elastic.driver.commandline.options.keyword_arguments import accepts
 from elastic.errors import Invalid, JobFailed
 from elastic.launcher.run_function import pickled
 from elastic.protocol.report_values import Report

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic.driver.commandline.options.argument_parser import RAY
-from elastic.driver.commandline.options.keywords import accepts, words_of
+from elastic.driver.commandline.options.keyword_arguments import accepts, words_of
 from elastic.errors import Invalid, JobFailed
 from elastic.launcher.launch_function import run_apart, values_of
 from elastic.launcher.run_function import pickled

@@ -36,12 +36,14 @@ from elastic.driver.commandline.options.argument_parser import (
     switch,
     whole,
 )
-from elastic.driver.commandline.options.multi_host_flags import (
+from elastic.driver.commandline.options.checkpoint_and_failover_flags import (
     CheckpointFlags,
-    EtcdFlags,
     FailoverFlags,
-    KubernetesFlags,
     PreemptionFlags,
+)
+from elastic.driver.commandline.options.multi_host_flags import (
+    EtcdFlags,
+    KubernetesFlags,
     SecurityFlags,
     SshFlags,
 )

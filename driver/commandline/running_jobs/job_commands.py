@@ -20,8 +20,8 @@ from elastic.driver.commandline.options.argument_parser import (
     whole,
 )
 from elastic.driver.commandline.options.flags import Options
+from elastic.driver.commandline.options.multi_host_checks import etcd_access, tls_files
 from elastic.driver.commandline.options.multi_host_flags import EtcdFlags, SecurityFlags
-from elastic.driver.commandline.options.multi_host_options import etcd_access, tls_files
 from elastic.driver.commandline.running_jobs import job_tables
 from elastic.driver.job.operator_api import messages
 from elastic.driver.job.operator_api.client import (

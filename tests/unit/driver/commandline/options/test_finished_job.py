@@ -16,13 +16,13 @@ from elastic.checkpoints.files.manifest import CommitName, Manifest
 from elastic.checkpoints.files.storage import Storage
 from elastic.driver.commandline import cli
 from elastic.driver.commandline.options import flags
-from elastic.driver.commandline.options.checkpoint_options import finished_before, same_command_of
 from elastic.driver.commandline.options.finished_job import (
     FINISHED,
     RerunReason,
     SameCommand,
     program_files,
 )
+from elastic.driver.commandline.options.starting_checkpoint import finished_before, same_command_of
 from elastic.protocol import read_paths
 from elastic.protocol.read_paths import ReadPaths
 

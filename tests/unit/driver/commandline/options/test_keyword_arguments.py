@@ -15,7 +15,12 @@ import elastic
 import elastic.ray
 from elastic.driver.commandline.options import flags
 from elastic.driver.commandline.options.argument_parser import FUNCTIONS, LAUNCH, RAY
-from elastic.driver.commandline.options.keywords import flag_of, keywords, type_of, words_of
+from elastic.driver.commandline.options.keyword_arguments import (
+    flag_of,
+    keywords,
+    type_of,
+    words_of,
+)
 from elastic.driver.settings import FLAGS
 from elastic.errors import Invalid
 from elastic.launcher.option_types import LaunchOptions, RayOptions
@@ -118,7 +123,7 @@ exec(compile(before + declaration + section + after, spec.origin, "exec"), vars(
 from elastic.driver.commandline.options.argument_parser import FUNCTIONS
 import elastic, elastic.ray
 from elastic.driver.commandline import cli
-from elastic.driver.commandline.options.keywords import words_of
+from elastic.driver.commandline.options.keyword_arguments import words_of
 sys.path.insert(0, "docs/site")
 import reference
 

@@ -6,7 +6,7 @@ import pytest
 
 from elastic.driver.commandline.agent_cli import AgentOptions, agent_bootstrap, agent_parser
 from elastic.driver.commandline.options.flags import Options, parse
-from elastic.driver.commandline.options.multi_host_options import etcd_access, fleet_plan
+from elastic.driver.commandline.options.multi_host_checks import etcd_access, fleet_plan
 from elastic.driver.job.multi_host_plan import AWAY_S, BOUND_AWAY_S
 from elastic.driver.network.secret import make_secret_file
 from elastic.errors import Invalid

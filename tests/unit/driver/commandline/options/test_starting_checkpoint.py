@@ -23,7 +23,7 @@ from elastic.checkpoints.files.manifest import CommitName, Manifest
 from elastic.checkpoints.files.storage import Storage
 from elastic.driver.commandline.offline import checkpoints_cli
 from elastic.driver.commandline.options import flags
-from elastic.driver.commandline.options.checkpoint_options import CheckpointPlan, checkpoint_plan
+from elastic.driver.commandline.options.starting_checkpoint import CheckpointPlan, checkpoint_plan
 from elastic.driver.settings import StartCheckpoint
 from elastic.errors import Invalid
 from harness.golden import raises, recorded

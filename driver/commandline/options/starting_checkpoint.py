@@ -14,10 +14,10 @@ from elastic.checkpoints import catalog
 from elastic.checkpoints import options as checkpoint_env
 from elastic.checkpoints.files.manifest import Manifest, UnreadableCommit
 from elastic.checkpoints.files.storage import Storage
+from elastic.driver.commandline.options.checkpoint_and_failover_flags import CheckpointFlags
 from elastic.driver.commandline.options.finished_job import RerunReason, SameCommand, same_command
 from elastic.driver.commandline.options.flags import Options
-from elastic.driver.commandline.options.keywords import flag_of
-from elastic.driver.commandline.options.multi_host_flags import CheckpointFlags
+from elastic.driver.commandline.options.keyword_arguments import flag_of
 from elastic.driver.job.start_cleanup import StartCleanup
 from elastic.driver.network.blocking_calls import begun
 from elastic.driver.settings import StartCheckpoint
