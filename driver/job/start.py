@@ -9,7 +9,8 @@ from pathlib import Path
 from elastic.driver.discovery.interface import Discovery
 from elastic.driver.discovery.static import GivenHosts
 from elastic.driver.job import driver_loop, stop_signals
-from elastic.driver.job.job import Job, first_hosts, listed_hosts, room_for, script_discovery
+from elastic.driver.job.job import Job
+from elastic.driver.job.job_hosts import first_hosts, listed_hosts, room_for, script_discovery
 from elastic.driver.job.job_io import JobIO, open_job_io, serve_page
 from elastic.driver.job.multi_host_plan import MultiHostPlan
 from elastic.driver.journal.entries import header_of, readable

@@ -29,7 +29,8 @@ from elastic.driver.etcd.keys import job_root, operators_key
 from elastic.driver.etcd.leader_election import LeadershipLost
 from elastic.driver.events import Action, Event, PublishWorld
 from elastic.driver.job import driver_loop, stop_signals
-from elastic.driver.job.job import Job, listed_hosts, room_for, script_discovery
+from elastic.driver.job.job import Job
+from elastic.driver.job.job_hosts import listed_hosts, room_for, script_discovery
 from elastic.driver.job.job_io import JobIO
 from elastic.driver.job.multi_host_plan import MultiHostPlan, PodSource
 from elastic.driver.job.standby import LeaderLease, campaign

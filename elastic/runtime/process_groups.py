@@ -31,6 +31,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import GRADIENTS, STATE, Address, Place
 from elastic.rendezvous.store import Store, StoreListener, connect_ahead, listen
 from elastic.rendezvous.worker_settings import Environment
+from elastic.runtime.store_connections import KEEPING_RANKS, early_connections, kept_connections
 
 # timeout in seconds for a GPU to end aborted work, which usually takes milliseconds
 DEVICE_S = 10.0
@@ -47,14 +48,7 @@ _FORM_S = 0.5  # timeout in seconds at exit for groups that are being created; t
 NAMED = "named"
 # purposes of groups that all ranks need in their first step if an earlier world has used them
 _AHEAD = frozenset({NAMED, GRADIENTS})
-KEEPING_RANKS = 128  # number of ranks that keep connections to the store, which rank 0 holds open
-
 NEXT = "next store"  # key under which rank 0 provides the address at which it will serve the next world's store
-CONNECTIONS = 4  # maximum number of connections that a rank starts before it knows the next world
-KEPT = 6  # maximum number of idle connections of a rank to the store
-# Maximum numbers of such connections of all ranks. Rank 0 needs a descriptor for each, often of at most 1024, of which
-# `elastic.protocol.pending_handshakes` allows a quarter for connections without a request.
-ALL_CONNECTIONS, ALL_KEPT = 128, 256
 
 GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, device type, ranks
 
@@ -148,7 +142,7 @@ class Groups:
             self._env.timeout_s,
             generation=world.generation,
             secret=self._env.secret,
-            keeps=_each(KEPT, ALL_KEPT, world.place.size) if keeps else 0,
+            keeps=kept_connections(world.place.size) if keeps else 0,
             connecting=self._take_ahead(world.store) if keeps else (),
         )
         self._next = None
@@ -171,7 +165,7 @@ class Groups:
         address, self._next = self._next, None
         if address is not None and self._place is not None:
             self._take_ahead(None)
-            count = _each(CONNECTIONS, ALL_CONNECTIONS, self._place.size)
+            count = early_connections(self._place.size)
             self._ahead = address, connect_ahead(address, count)
 
     def _take_ahead(self, address: Address | None) -> list[socket.socket]:
@@ -550,11 +544,6 @@ class Groups:
         self._take_ahead(None)
         for _, abortable in self._cuttable:
             abortable.close_in_forked_child()
-
-
-def _each(most: int, of_all: int, size: int) -> int:
-    """Return the number of connections of each rank: at most ``most``, and if possible ``of_all`` of all ranks."""
-    return max(1, min(most, of_all // size))
 
 
 def _is_on_gpus(key: GroupKey) -> bool:

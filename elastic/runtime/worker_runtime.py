@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,29 +34,13 @@ from elastic.runtime.commit_log import CommitLog
 from elastic.runtime.driver_connection import Link
 from elastic.runtime.guarded_groups import Guard, GuardedGroups, StoreExchange
 from elastic.runtime.link_thread import LinkThread
+from elastic.runtime.merge_reports import MergeReports
 from elastic.runtime.session import Session
 from elastic.runtime.training_reports import Training
 from elastic.runtime.world_entry import DriverWorlds, FixedWorlds
 
 if TYPE_CHECKING:
     from elastic.collectives.interface import Messenger
-
-
-MERGE_REPORT_S = 1.0  # interval in seconds between reports of merges with the same islands
-NAMES_S = 60.0  # interval in seconds between reports of the islands' names
-
-
-@dataclass
-class MergeReports:
-    """Rate limiter for the reports of DiLoCo merges."""
-
-    due_at: float = 0.0  # earliest time of the next report
-    absent: list[str] = field(default_factory=list)  # absent islands in the last report
-    # generation and islands' names of the last report that contained the names
-    names: tuple[int, list[str]] = field(default_factory=lambda: (0, []))
-    # time of the next report with the names, which are repeated for a new driver
-    names_due_at: float = 0.0
-    waited_s: float = 0.0  # seconds waited for merges since the last report
 
 
 class WorkerRuntime:
@@ -258,12 +241,11 @@ class WorkerRuntime:
             absent: names of the islands for which the merge did not wait.
             waited_s: seconds that this rank has waited for the merge.
         """
-        reports, now, late = self._merge_reports, time.monotonic(), sorted(absent)[:ABSENT_LIMIT]
-        reports.waited_s += waited_s
-        if now >= reports.due_at or late != reports.absent:
-            names = self.generation, sorted(islands)[:ABSENT_LIMIT]
-            named = names != reports.names or now >= reports.names_due_at
-            names_due_at = now + NAMES_S if named else reports.names_due_at
+        names = self.generation, sorted(islands)[:ABSENT_LIMIT]
+        late = sorted(absent)[:ABSENT_LIMIT]
+        report = self._merge_reports.due(time.monotonic(), late, names, waited_s)
+        if report is not None:
+            waited, named = report
             self.session.send(
                 Merged(
                     self.generation,
@@ -271,11 +253,10 @@ class WorkerRuntime:
                     position,
                     len(islands),
                     late,
-                    reports.waited_s,
+                    waited,
                     names[1] if named else [],
                 )
             )
-            self._merge_reports = MergeReports(now + MERGE_REPORT_S, late, names, names_due_at)
 
     # ---- lifecycle -----------------------------------------------------------------------------------------------
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from elastic.checkpoints.options import DEFAULT_EVERY, DEFAULT_KEEP, DEFAULT_RESTARTS
 from elastic.driver.commandline.options.argument_parser import (
     EVERYWHERE,
-    ON_LAUNCH,
-    NameList,
     flag,
     seconds,
     switch,
     whole,
 )
+
 
 @dataclass
 class FailoverFlags:

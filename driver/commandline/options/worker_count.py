@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic.driver.commandline.options.argument_parser import or_default
 from elastic.driver.commandline.options.command_names import command_meant
 from elastic.driver.commandline.options.flags import Options
-from elastic.driver.job.job import most_workers
+from elastic.driver.job.job_hosts import most_workers
 from elastic.driver.network.host_lists import parse_hosts, read_hostfile
 from elastic.driver.reasons import counted
 from elastic.driver.settings import UNBOUNDED

@@ -23,7 +23,8 @@ from elastic.driver.discovery.polling import EMPTY_RUNS, QUIET
 from elastic.driver.discovery.script import ScriptDiscovery, find_script
 from elastic.driver.discovery.static import StaticDiscovery
 from elastic.driver.etcd.client import Item
-from elastic.driver.job.job import Job, first_hosts, script_discovery
+from elastic.driver.job.job import Job
+from elastic.driver.job.job_hosts import first_hosts, script_discovery
 from elastic.driver.ray.discovery import ClusterRequest, RayDiscovery
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid

@@ -13,7 +13,7 @@ from elastic.protocol.messages import Address, Place, World
 from elastic.protocol.pending_handshakes import count_limit
 from elastic.rendezvous import store, worker_settings
 from elastic.rendezvous.store import Call
-from elastic.runtime import process_groups
+from elastic.runtime import process_groups, store_connections
 from elastic.runtime.process_groups import Groups
 
 WAIT_S = 20.0
@@ -60,12 +60,12 @@ def test_requests_to_the_next_world_connect_only_when_rank_0_has_changed(stays, 
 
 
 @pytest.mark.parametrize("descriptors", [1024, 4096])
-@pytest.mark.parametrize("size", [2, 32, 64, process_groups.KEEPING_RANKS])
+@pytest.mark.parametrize("size", [2, 32, 64, store_connections.KEEPING_RANKS])
 def test_connections_of_all_ranks_when_none_has_a_request_then_the_store_drops_none(
     size, descriptors
 ):
-    each = process_groups._each(process_groups.CONNECTIONS, process_groups.ALL_CONNECTIONS, size)
-    kept = process_groups._each(process_groups.KEPT, process_groups.ALL_KEPT, size)
+    each = store_connections.early_connections(size)
+    kept = store_connections.kept_connections(size)
     # Each rank may also open one connection of its own for a first request.
     assert (each + 1) * (size - 1) < count_limit(store._REQUEST_LIMIT, descriptors)
     assert 1 <= each <= kept and kept * (size - 1) <= 1024 // 4

@@ -8,8 +8,9 @@ import pytest
 
 from elastic.protocol.messages import Merged
 from elastic.rendezvous import worker_settings
+from elastic.runtime.merge_reports import MERGE_REPORT_S
 from elastic.runtime.recovery import Phase, Recovery
-from elastic.runtime.worker_runtime import MERGE_REPORT_S, WorkerRuntime
+from elastic.runtime.worker_runtime import WorkerRuntime
 
 
 def training(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerRuntime, list[float], list[Merged]]:

@@ -28,7 +28,7 @@ from elastic.driver.events import (
     WorkerExited,
 )
 from elastic.driver.job.job import Job as DriverJob
-from elastic.driver.job.job import room_for
+from elastic.driver.job.job_hosts import room_for
 from elastic.driver.job.operator_api import client, messages, operator_service
 from elastic.driver.job.operator_api.client import (
     JobAddress,
