@@ -1,7 +1,7 @@
 """Start of negotiated collectives, with fusion of tensors. A joined rank contributes zeros.
 
-`coordinator` and `fusion` decide which collectives run and in what order; `reductions` and `exchanges` compute the
-results.
+`coordinator` and `fusion` decide which collectives run and in what order; `reductions` and
+`broadcast_allgather_alltoall` compute the results.
 """
 
 from __future__ import annotations

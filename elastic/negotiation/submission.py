@@ -1,7 +1,7 @@
 """Submission of collectives, and waiting for their results.
 
 All arguments are checked before anything is sent. `engine` compares the submissions of the ranks. `reductions` and
-`exchanges` compute the results. ``members`` are the ranks of a process set, or None for the world.
+`broadcast_allgather_alltoall` compute the results. ``members`` are the ranks of a process set, or None for the world.
 
 In all ``start_*`` functions, ``pick`` converts the raw result to the one that the user receives, and ``soon`` states
 whether the caller waits immediately.

@@ -262,7 +262,8 @@ class StoreExchange:
         self._then = then
         self._blobs: list[bytes] = []
         self._error: CollectiveFailed | None = None
-        # Not begun by `threads.begin`: it runs no code of torch, so an exiting process need not wait for other ranks.
+        # Not begun by `threads_at_exit.begin`: it runs no code of torch, so an exiting process need not wait for other
+        # ranks.
         self._thread = threading.Thread(
             target=self._run,
             args=(store, key, rank, size, blob, timeout_s),

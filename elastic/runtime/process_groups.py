@@ -74,7 +74,7 @@ class DeferredCloser:
             del close  # dropping the last reference may free sockets and threads
 
     def finish(self) -> None:
-        """Stop the thread after it has closed all groups. See `threads.finish`."""
+        """Stop the thread after it has closed all groups. See `threads_at_exit.finish`."""
         self._queue.put(None)
 
 
