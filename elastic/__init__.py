@@ -24,6 +24,7 @@ _MODULES = {
     "elastic.exact.shards": "Shards",
     "elastic.diloco.diloco": "DiLoCo LocalSGD",
     "elastic.diloco.island_group": "island_group",
+    "elastic.diloco.sharded": "island_mesh",
     "elastic.optimizer.distributed_optimizer": "DistributedOptimizer",
     "elastic.api.compression": "Compression",
     "elastic.api.sync_batch_norm": "SyncBatchNorm",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from elastic.diloco.diloco import DiLoCo as DiLoCo
     from elastic.diloco.diloco import LocalSGD as LocalSGD
     from elastic.diloco.island_group import island_group as island_group
+    from elastic.diloco.sharded import island_mesh as island_mesh
     from elastic.errors import *  # noqa: F403
     from elastic.exact.shards import Shards as Shards
     from elastic.launcher.launch_function import launch as launch

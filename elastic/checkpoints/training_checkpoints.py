@@ -21,7 +21,7 @@ from elastic.errors import Invalid, StateMismatch
 from elastic.protocol.messages import COPY, ShardsPlaced, World
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state.fully_sharded.sharded_commits import WorldInventory
-from elastic.state.handled_state import HandledState, shards_of
+from elastic.state.handled_state import HandledState, is_sharded_within_islands, shards_of
 from elastic.state.state import ObjectState, State, overridden
 
 
@@ -40,6 +40,11 @@ def commits(rt: WorkerRuntime, state: State) -> Iterator[None]:
         raise Invalid(
             f"{type(state).__name__} overrides save(), so it can't be written to a checkpoint: use TorchState or"
             " ObjectState, or train without --checkpoint-dir"
+        )
+    if is_sharded_within_islands(state):
+        raise Invalid(
+            "--checkpoint-dir is not supported with an elastic.DiLoCo whose model is sharded within islands: train"
+            " without it, or use DistributedDataParallel(model, process_group=elastic.island_group())"
         )
     if rt.alone and rt.place.size > 1:
         raise Invalid(

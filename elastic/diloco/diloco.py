@@ -47,9 +47,19 @@ from elastic.diloco.rounds import (
     TakeMerges,
     TakePart,
     WorldId,
+    WorldReport,
     adopted,
 )
 from elastic.diloco.schedule import RoundSchedule, partition
+from elastic.diloco.sharded import (
+    TensorShape,
+    adopt_outer,
+    described,
+    local_of,
+    outer_rows,
+    sharded_island,
+    with_rows,
+)
 from elastic.errors import Invalid, NotInitialized, PeerLost, StateMismatch
 from elastic.monitoring import moved_tensors
 from elastic.negotiation import submission
@@ -58,7 +68,6 @@ from elastic.negotiation.pending import Pending
 from elastic.runtime import lifecycle
 from elastic.runtime.guarded_groups import StoreExchange
 from elastic.runtime.worker_runtime import WorkerRuntime
-from elastic.sharding import fsdp2
 
 WIRE = (None, torch.float16, torch.bfloat16, torch.float32)
 # integer dtypes of the same width as floating-point dtypes, by size in bytes
@@ -100,7 +109,9 @@ class DiLoCo:
 
     Args:
         model: model whose parameters with ``requires_grad`` are averaged. All other parameters and the buffers are not.
-            With islands, a DistributedDataParallel over `elastic.island_group`.
+            With islands, a DistributedDataParallel over `elastic.island_group`, or a model to which ``fully_shard``
+            was applied with `elastic.island_mesh`. The outer parameters and the entries of the outer optimizer are
+            then sharded like the model.
         inner_optimizer: any torch optimizer of the model's parameters.
         outer_optimizer: new torch optimizer of the model's trained parameters. DiLoCo replaces its parameters with the
             outer parameters. Default: SGD with lr 0.7 and Nesterov momentum 0.9.
@@ -125,12 +136,14 @@ class DiLoCo:
     Attributes:
         lacks_merges: whether this worker received a commit of another worker, and has not made the same merges yet.
         replica: the DistributedDataParallel that was given as the model, or None.
+        sharded: the shards of the model in this island, or None if the model is not sharded.
         bytes_sent: total size of the pseudo-gradients that this worker has sent, in bytes. 0 unless it leads its
             island.
 
     Raises:
-        Invalid: a number is out of range, an optimizer does not match the model, the model is sharded, or ``grace_s``
-            is combined with float16, whose range weighted changes can exceed.
+        Invalid: a number is out of range, an optimizer does not match the model, the model is sharded over another mesh
+            than `elastic.island_mesh`, a sharded model is combined with ``grace_s`` or a quantized dtype, or
+            ``grace_s`` is combined with float16, whose range weighted changes can exceed.
     """
 
     def __init__(
@@ -149,10 +162,14 @@ class DiLoCo:
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise Invalid(f"model is a {type(model).__name__}: pass the torch.nn.Module itself")
-        self.replica = _replica(model)
-        self._group: IslandGroup | None = (
-            None if self.replica is None else cast(IslandGroup, self.replica.process_group)
-        )
+        self.sharded = sharded_island(model)
+        self.replica = None if self.sharded is not None else _replica(model)
+        self._group: IslandGroup | None = None
+        if self.sharded is not None:
+            self._group = self.sharded.group
+            _check_sharded(dtype, grace_s)
+        elif self.replica is not None:
+            self._group = cast(IslandGroup, self.replica.process_group)
         model = model if self.replica is None else self.replica.module
         if dtype not in WIRE and dtype not in quantization.FORMATS:
             raise Invalid(
@@ -161,7 +178,11 @@ class DiLoCo:
             )
         _check_quorum(grace_s, quorum, dtype)
         self.grace_s, self.quorum = grace_s, quorum
-        self.rounds = Rounds(RoundSchedule(every, fragments, delay), quorum=grace_s is not None)
+        self.rounds = Rounds(
+            RoundSchedule(every, fragments, delay),
+            quorum=grace_s is not None,
+            replicated=self.sharded is None,
+        )
         # Exchange with the other leaders. Not None iff this rank is a leader, ``grace_s`` is given, and there are
         # several leaders.
         self._exchange: QuorumExchange | None = None
@@ -201,6 +222,10 @@ class DiLoCo:
         self._in_flight: list[tuple[int, torch.Tensor]] = []
         self._mean: torch.Tensor | None = None  # mean that was received and not applied
         self._absent: list[str] = []  # islands that did not take part in the mean `_mean`
+        # With a sharded model: the leaders of the islands of this world that lack merges.
+        self._lacking: tuple[int, ...] = ()
+        # On a leader with a sharded model: the change of the island, from the comparison until it is sent.
+        self._gathered: torch.Tensor | None = None
         self._absent_before: list[str] = []  # islands that did not take part in the previous mean
         self._waited_s = 0.0  # time in seconds that the leader waited for the mean `_mean`
         self._outer_before: list[
@@ -279,6 +304,8 @@ class DiLoCo:
                 " dtype=torch.bfloat16"
             )
         rt = _context()
+        if self.sharded is not None:
+            self.sharded.reshard()
         try:
             self._run(self.rounds.step(_world_of(rt), self._islands(rt), tokens))
             self._receive_early()
@@ -306,7 +333,7 @@ class DiLoCo:
         If the world ends before that step, this rank can still catch up with ranks that have applied the mean.
         """
         pending = self.rounds.pending
-        if pending is None or not self._in_flight or self.rounds.quorum:
+        if pending is None or not self._in_flight or not self.rounds.keeps_means:
             return
         if all(submission.over(handle) for handle, _ in self._in_flight):
             try:
@@ -325,8 +352,11 @@ class DiLoCo:
     def _perform(self, action: Action) -> Sequence[Any] | None:
         match action:
             case CompareReports(report):
-                self._in_flight, self._exchange = [], None
-                return self._compare_reports(report)
+                self._in_flight, self._exchange, self._gathered = [], None, None
+                reports = self._compare_reports(report)
+                if self.sharded is not None:
+                    self._lacking = lacking_islands(reports, self.rounds.islands.leaders)
+                return reports
             case TakeMerges():
                 self._take_merges(action)
             case TakePart(merge, leaders):
@@ -384,7 +414,8 @@ class DiLoCo:
 
         Between distant hosts, this takes fewer round trips than the first negotiated collective of a world.
         """
-        return rt.place.several_hosts and self.name_in_state is not None
+        # A sharded island may restore an older commit than this rank has, so reports are not known in advance.
+        return rt.place.several_hosts and self.name_in_state is not None and self.sharded is None
 
     def _send_report(self, rt: WorkerRuntime, report: str, when: bytes = _AFTER) -> SentReport:
         # An empty blob makes all ranks use a collective instead.
@@ -419,6 +450,12 @@ class DiLoCo:
         All ranks, or all ranks of the island, must call this method.
         """
         root = action.root
+        if self.sharded is not None:
+            indices = [i for each in action.sent for i in self.parts[each]]
+            self.copy_outer(root, self._lacking, indices)
+            if action.fragments:
+                self.adopt_gained(dict.fromkeys(action.fragments, False))
+            return
         mine = self._merges(action.sent) if context.current().place.rank == root else None
         if action.in_island:
             assert self._group is not None
@@ -459,8 +496,11 @@ class DiLoCo:
     def _take_inner(self, root: int, kept: bool) -> None:
         """Receive the inner state of another worker of this island. Collective in the island.
 
-        Joining workers lack this state, and so do workers whose last step was interrupted.
+        Joining workers lack this state, and so do workers whose last step was interrupted. The ranks of a sharded
+        island have restored the same commit, so none of them lacks it.
         """
+        if self.sharded is not None:
+            return
         assert self._group is not None
         mine = self.own_state() if self._group.islands.rank == root else None
         theirs = self._group.broadcast_object(mine, root)
@@ -470,11 +510,17 @@ class DiLoCo:
     def _compare_island(self, fragment: int, tokens: float) -> list[float]:
         """Return the tokens of the members of this island.
 
+        With a sharded model, this method gathers the change of the island on the leader instead of comparing it.
+
         Raises:
             StateMismatch: the changes of the members differ.
         """
         group, rt = self._group, context.current()
         assert group is not None
+        if self.sharded is not None:
+            self._gathered = self._gather(self.parts[fragment])
+            counted = torch.tensor([tokens], dtype=torch.float64, device="cpu")
+            return [float(each) for each in group.rows(counted)]
         with torch.no_grad():
             change = self._change(self.parts[fragment])
             if self._format is not None and not group.islands.leads:
@@ -580,8 +626,25 @@ class DiLoCo:
         zeros = torch.zeros(elements, dtype=dtype, device=device)
         return self._collectives(merge, members, zeros, 0.0)
 
-    def _change(self, part: Iterable[int]) -> torch.Tensor:
+    def _change(self, part: range) -> torch.Tensor:
+        """Return the pseudo-gradients of the parameters in ``part``, 1-dimensional. Called on a leader."""
+        if self.sharded is not None:
+            found, self._gathered = self._gathered, None
+            if found is None:  # This rank is alone in its island.
+                found = self._gather(part)
+            assert found is not None
+            return found
         return torch.cat([(self.outer[i] - self.inner[i]).reshape(-1) for i in part])
+
+    @torch.no_grad()
+    def _gather(self, part: range) -> torch.Tensor | None:
+        """Gather the change of a sharded island on the leader. Return None on other ranks."""
+        assert self.sharded is not None
+        change = [local_of(self.outer[i]) - local_of(self.inner[i]) for i in part]
+        return self.sharded.gather(change, self._shapes(part), self._dtype_of(part))
+
+    def _shapes(self, part: range) -> list[TensorShape]:
+        return [TensorShape(tuple(self.inner[i].shape)) for i in part]
 
     def _quantized(
         self, fragment: int, change: torch.Tensor, code: quantization.CodeFormat
@@ -658,6 +721,8 @@ class DiLoCo:
     def _shared(self, fragment: int, root: int) -> torch.Tensor:
         """Receive the mean of a fragment from a rank of this island, usually its leader."""
         assert self._group is not None
+        if self.sharded is not None:
+            return self._scattered(fragment, self._mean)
         if self.rounds.islands.rank == root:
             assert self._mean is not None
             mean = self._mean
@@ -683,18 +748,29 @@ class DiLoCo:
         self._group.share(mean, root)
         return mean
 
+    def _scattered(self, fragment: int, mean: torch.Tensor | None) -> torch.Tensor:
+        """Return this rank's rows of the mean, which the leader of a sharded island sends."""
+        assert self.sharded is not None
+        part = self.parts[fragment]
+        dtype = self._dtype_of(part)
+        if isinstance(self.dtype, torch.dtype) and not self.rounds.weighted:
+            dtype = self.dtype
+        return self.sharded.scatter(mean, self._shapes(part), dtype, self.inner[0].device)
+
     def _kind(self, fragment: int) -> tuple[int, torch.dtype]:
         """Return the number of elements of a fragment and the dtype of its mean."""
-        own = [self.inner[i] for i in self.parts[fragment]]
-        dtypes = [each.dtype for each in own]
-        return sum(each.numel() for each in own), functools.reduce(torch.promote_types, dtypes)
+        part = self.parts[fragment]
+        return sum(self.inner[i].numel() for i in part), self._dtype_of(part)
+
+    def _dtype_of(self, part: range) -> torch.dtype:
+        return functools.reduce(torch.promote_types, [self.inner[i].dtype for i in part])
 
     def _apply(self, fragment: int, mean: torch.Tensor, missed: bool = False) -> None:
         """Step the outer optimizer with the mean pseudo-gradients of one fragment, and mix the result into the model.
 
         Args:
             fragment: number of the fragment.
-            mean: mean pseudo-gradients, a 1-dimensional floating-point tensor.
+            mean: mean pseudo-gradients, a 1-dimensional floating-point tensor. With a sharded model, this rank's rows.
             missed: whether the mean does not contain the change of this island.
         """
         if missed:
@@ -704,9 +780,10 @@ class DiLoCo:
             outer.grad = None
         for i in part:
             outer = self.outer[i]
-            piece = mean[start : start + outer.numel()].view_as(outer)
-            outer.grad = piece.to(outer.dtype, copy=True)
-            start += outer.numel()
+            rows = local_of(outer)
+            piece = mean[start : start + rows.numel()].view_as(rows)
+            outer.grad = with_rows(piece.to(outer.dtype, copy=True), outer)
+            start += rows.numel()
         self.outer_optimizer.step()
         for i in part:
             self.outer[i].grad = None
@@ -753,10 +830,11 @@ class DiLoCo:
     def _mix_in(self, indices: Iterable[int]) -> None:
         with torch.no_grad():
             for i in indices:
+                inner, outer = local_of(self.inner[i]), local_of(self.outer[i])
                 if self.mix:
-                    self.inner[i].lerp_(self.outer[i], 1.0 - self.mix)
+                    inner.lerp_(outer, 1.0 - self.mix)
                 else:
-                    self.inner[i].copy_(self.outer[i])
+                    inner.copy_(outer)
 
     # ---- interface for the state handler ---------------------------------------------------------
 
@@ -798,6 +876,32 @@ class DiLoCo:
         """
         self._in_flight, self._exchange = [], None
         return self.rounds.take_shared(values)
+
+    def copy_outer(self, root: int, lacking: Sequence[int], indices: Sequence[int]) -> None:
+        """Copy outer parameters and their entries of the outer optimizer from one sharded island to others.
+
+        All ranks of these islands must call this method. On the ranks of other islands, it returns immediately.
+
+        Args:
+            root: leader of the island that sends.
+            lacking: leaders of the islands that receive.
+            indices: indices of the parameters, equal on all ranks.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
+        sharded = self.sharded
+        assert sharded is not None
+        leader = sharded.group.islands.leader
+        if leader not in (root, *lacking):
+            return
+        sends = leader == root
+        optimizer, outer = self.outer_optimizer, self.outer
+        theirs = described(optimizer, outer) if sends else None
+        theirs = sharded.copy_object(theirs, root, lacking)
+        if not sends:
+            adopt_outer(optimizer, outer, theirs, indices)
+        sharded.copy_between(root, lacking, outer_rows(optimizer, outer, theirs, indices))
 
     def own_state(self) -> dict[str, Any]:
         """Return copies of the state that may differ between workers.
@@ -871,17 +975,35 @@ class LocalSGD(DiLoCo):
         self.outer_optimizer = torch.optim.SGD(self.outer, lr=1.0)
 
 
+def lacking_islands(reports: Sequence[str], leaders: Sequence[int]) -> tuple[int, ...]:
+    """Return the leaders of the islands that have fewer merges than others.
+
+    Args:
+        reports: reports of all ranks, see `Rounds.report`.
+        leaders: leaders of all islands.
+    """
+    merges = {leader: sum(WorldReport.decoded(reports[leader]).merged) for leader in leaders}
+    return tuple(leader for leader in leaders if merges[leader] < max(merges.values()))
+
+
+def _check_sharded(dtype: torch.dtype | str | None, grace_s: float | None) -> None:
+    if dtype in quantization.FORMATS:
+        raise Invalid(
+            f"dtype={dtype!r} is not supported with a model that fully_shard was applied to, whose quantization errors"
+            " no rank would hold: pass dtype=torch.bfloat16"
+        )
+    if grace_s is not None:
+        raise Invalid(
+            "grace_s= is not supported with a model that fully_shard was applied to: omit grace_s="
+        )
+
+
 def _replica(model: torch.nn.Module) -> DistributedDataParallel | None:
     """Return the model if it is a DDP module over an island, or None if it does not average its gradients.
 
     Raises:
-        Invalid: the model is sharded, or averages its gradients with other workers.
+        Invalid: the model averages its gradients with other workers.
     """
-    if fsdp2.sharded_states(model):
-        raise Invalid(
-            "the model is sharded by fully_shard, which DiLoCo does not support, also within an island: pass a plain"
-            " torch.nn.Module, or a DistributedDataParallel over elastic.island_group()"
-        )
     replicas = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
     if not replicas:
         return None

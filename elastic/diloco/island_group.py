@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import _register_process_group
 from torch.distributed.distributed_c10d import _world as torchs_groups
 
 from elastic.collectives import object_exchange
@@ -125,6 +126,9 @@ def island_group() -> IslandGroup:
         _group = IslandGroup()
         _known.pg_map[_group] = (NAME, None)
         _known.pg_names[_group] = PURPOSE
+        # DTensors find the group of their mesh by its name.
+        _group.setGroupName(PURPOSE)
+        _register_process_group(PURPOSE, _group)
         _known.pg_backend_config[_group] = f"cpu:{NAME},cuda:{NAME}"
         _known.pg_group_ranks[_group] = {
             rank: index for index, rank in enumerate(_group.islands.members)

@@ -276,12 +276,15 @@ class Rounds:
         tokens: number of tokens of this worker since the last merge, by fragment.
         weighted: whether the script reports tokens, or None before its first step.
         quorum: whether merges proceed without late islands.
+        replicated: whether all ranks of an island hold the same values. If False, each rank holds a shard of them.
         absent: names of the islands that a merge did not wait for, by the number of the merge. Empty without a quorum.
         applied: mean of the last merge, or None if it is unknown.
     """
 
-    def __init__(self, schedule: RoundSchedule, *, quorum: bool = False) -> None:
-        self.schedule, self.quorum = schedule, quorum
+    def __init__(
+        self, schedule: RoundSchedule, *, quorum: bool = False, replicated: bool = True
+    ) -> None:
+        self.schedule, self.quorum, self.replicated = schedule, quorum, replicated
         self.absent: dict[int, tuple[str, ...]] = {}
         self.position = self.own_steps = self.merges_before = 0
         self.merged = [0] * schedule.fragments
@@ -343,6 +346,11 @@ class Rounds:
             yield from self._meet(world)
             self._world = world
         yield from self._merge_due()
+
+    @property
+    def keeps_means(self) -> bool:
+        """Whether a rank can apply a mean that it has received in the previous world."""
+        return self.replicated and not self.quorum
 
     def is_new(self, world: WorldId | None) -> bool:
         """Return whether `enter` synchronizes with the ranks of this world."""
@@ -500,7 +508,7 @@ class Rounds:
         root = merges.index(max(merges))
         latest, group = reports[root], self.islands.members
         sources = {
-            each: _source_in(each, reports, root)
+            each: _source_in(each, reports, root) if self.replicated else None
             for each in self.islands.groups
             if any(merges[rank] < merges[root] for rank in each)
         }
@@ -532,7 +540,7 @@ class Rounds:
         if len(self.islands.members) > 1:
             tokens = yield CompareIsland(self.pending, self._sent_tokens)
         self._has_mean = False
-        self._sent = None if self.quorum else MeanId(sum(self.merged), self._generation)
+        self._sent = MeanId(sum(self.merged), self._generation) if self.keeps_means else None
         if self.islands.leads:
             equal = 1.0 if self.quorum else None
             weight = sum(tokens) if self.weighted else equal

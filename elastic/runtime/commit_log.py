@@ -40,7 +40,7 @@ class CommittedState(Protocol):
 
     def go_back(self, commit: messages.Commit, *, restores: bool) -> None: ...
 
-    def is_sharded(self) -> bool: ...
+    def commits_together(self) -> bool: ...
 
     def finish_commit(self) -> None: ...
 
@@ -221,7 +221,7 @@ class CommitLog:
             Whether the state was saved. If so, call `committed_alone` after leaving the world. If not, the previous
             commit remains the newest.
         """
-        if self._session.broken or state.is_sharded():
+        if self._session.broken or state.commits_together():
             return False
         state.save()
         return state.valid()

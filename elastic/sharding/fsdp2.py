@@ -62,14 +62,20 @@ def untested_version() -> str | None:
     return tested_torch.untested("is fully sharded")
 
 
-def obstacle(model: nn.Module) -> str | None:
-    """Return the reason why a fully sharded model cannot be moved to another world, or None if it can."""
+def obstacle(model: nn.Module, size: int | None = None) -> str | None:
+    """Return the reason why a fully sharded model cannot be moved to another world, or None if it can.
+
+    Args:
+        model: the model.
+        size: required number of ranks of its mesh (default: all ranks of the world).
+    """
     if why := untested_version():
         return why
     # `remesh` needs this module. Importing it only then would add 0.2 s to the first recovery.
     importlib.import_module("torch.distributed.tensor.debug")
     dtensor_operators.remember()
-    size = torch.distributed.get_world_size()
+    if size is None:
+        size = torch.distributed.get_world_size()
     ours = {id(param.sharded_param) for param in sharded_params(model).values()}
     for group in groups(model):
         if why := _obstacle_of(group, size):

@@ -36,6 +36,8 @@ _ADVICE_ZERO = (
 _models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _followed: weakref.WeakSet[Any] = weakref.WeakSet()  # FSDP states of these models
 _followed_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+# optimizers whose parameters are sharded within an island, and follow changes of the world with it
+_of_islands: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 # two-dimensional meshes that the script has created for these models
 _followed_meshes: list[Any] = []
 # sharded modules outside the state, and pipeline stages, that were created in an earlier world
@@ -244,6 +246,16 @@ def followed_groups() -> list[tuple[int, ...]]:
 def is_followed(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether this optimizer is in the state that was passed to elastic.run."""
     return optimizer in _followed_optimizers
+
+
+def follow_island(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Record optimizers whose parameters are sharded over the mesh of an island, which moves them to its next mesh."""
+    _of_islands.update(optimizers)
+
+
+def follows_island(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer was passed to `follow_island`."""
+    return optimizer in _of_islands
 
 
 def refuse_unfollowed(optimizer: torch.optim.Optimizer) -> NotElastic:

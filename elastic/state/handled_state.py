@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from elastic.collectives.dtensor import is_dtensor
+from elastic.diloco.diloco import DiLoCo
 from elastic.errors import Invalid, NotPicklable
 from elastic.exact.kept_commits import KeptCommits
 from elastic.exact.shards import Shards
@@ -21,6 +22,7 @@ from elastic.protocol.messages import COPY, Commit, KeptCommit, ShardsHeld
 from elastic.runtime import lifecycle
 from elastic.sharding import fsdp2, unsupported_sharding
 from elastic.state import replaced_optimizers, shard_checks
+from elastic.state.fully_sharded.island_shards import IslandShards, ShardedDiLoCoHandler
 from elastic.state.fully_sharded.shard_buffers import ShardBuffers
 from elastic.state.fully_sharded.sharded_commits import ShardedCommits, WorldInventory
 from elastic.state.fully_sharded.sharded_handlers import (
@@ -51,7 +53,9 @@ from elastic.state.state import (
 )
 
 Handler = TypeVar("Handler", bound=StateHandler)
-_SHARDED = FullyShardedHandler | ShardedOptimizerHandler | ZeroOptimizerHandler
+_SHARDED = (
+    FullyShardedHandler | ShardedOptimizerHandler | ZeroOptimizerHandler | ShardedDiLoCoHandler
+)
 
 
 def _is_number(value: object) -> bool:
@@ -101,9 +105,10 @@ class HandledState(_OfThisProcess, ObjectState):
         self._introduce()
         self._older: KeptCommits[CommitCopy] = KeptCommits()
         self._sharded = self._commits_of_shards(copies, least_shards)
-        if self._sharded is not None:
+        self._check_island_shards(copies, least_shards)
+        if self._sharded is not None or self._island_shards():
             refuse_misspelled(values, {"copies": _is_number, "least_shards": _is_number})
-        if self._sharded is None and copies != 1:
+        if self._sharded is None and not self._island_shards() and copies != 1:
             values["copies"] = copies
         if self._sharded is None and least_shards is not None:
             values["least_shards"] = least_shards
@@ -129,7 +134,12 @@ class HandledState(_OfThisProcess, ObjectState):
 
     def _handle(self, name: str, value: Any) -> None:
         present = self._handlers.get(name)
-        if isinstance(present, _SHARDED) or unsupported_sharding.of_value(value) is not None:
+        sharded = isinstance(value, DiLoCo) and value.sharded is not None
+        if (
+            sharded
+            or isinstance(present, _SHARDED)
+            or unsupported_sharding.of_value(value) is not None
+        ):
             raise unsupported_sharding.refuse_late(name)
         handler = None
         if present is None or not isinstance(value, type(present.value)):
@@ -233,6 +243,39 @@ class HandledState(_OfThisProcess, ObjectState):
         for stepped in (*optimizers, *partitioned):
             replaced_optimizers.observe(stepped.value)
         return ShardedCommits(lambda: [*models, *optimizers, *partitioned], copies, shards, least)
+
+    def _check_island_shards(self, copies: Any, least: Any) -> None:
+        """Check and configure the `DiLoCo` of a model that is sharded within islands.
+
+        Raises:
+            Invalid: the combination of values is not supported, or an argument is invalid.
+        """
+        found = self._of_kind(ShardedDiLoCoHandler)
+        if not found:
+            return
+        handler = found[0]
+        name = f"state.{handler.name} averages a model that is sharded within islands"
+        if len(found) > 1:
+            raise Invalid(
+                f"{name}, and so does state.{found[1].name}: train both models in one DiLoCo, as in"
+                " torch.nn.ModuleList([one, other])"
+            )
+        if self._sharded is not None:
+            raise Invalid(
+                f"{name}, but another model or optimizer of the state is sharded over all ranks: use one of both"
+            )
+        if least is not None:
+            raise Invalid(f"{name}, of which an island holds one replica: omit least_shards=")
+        if not _is_number(copies) or copies < 0:
+            raise Invalid(
+                f"copies is {copies!r}: pass the number of other ranks that keep a copy, at least 0"
+            )
+        if copies != 1:
+            handler.keep_copies(copies)
+
+    def _island_shards(self) -> list[IslandShards]:
+        """Return the shards of the `DiLoCo` in this state whose model is sharded within islands. At most one."""
+        return [each.shards for each in self._of_kind(ShardedDiLoCoHandler)]
 
     def _check_parameters(self) -> None:
         """Check that a sharded state's models still have the same parameters, and its optimizers train only these.
@@ -370,6 +413,9 @@ class HandledState(_OfThisProcess, ObjectState):
         if self._sharded is not None:
             self._save_shards(self._sharded, values)
             return
+        for island in self._island_shards():
+            # If this collective fails, the other values still belong to the previous commit.
+            island.commit()
         with self._saving():
             self._begun += 1
             for handler in self._handlers.values():
@@ -437,10 +483,15 @@ class HandledState(_OfThisProcess, ObjectState):
     def is_sharded(self) -> bool:
         return self._sharded is not None
 
+    def commits_together(self) -> bool:
+        return self._sharded is not None or bool(self._island_shards())
+
     def held_shards(self) -> ShardsHeld | None:
         return None if self._sharded is None else self._sharded.held()
 
     def capture_shards(self) -> None:
+        for island in self._island_shards():
+            island.capture()
         sharded = self._sharded
         if sharded is not None:
             sharded.forget()
@@ -462,12 +513,16 @@ class HandledState(_OfThisProcess, ObjectState):
                 )
             lifecycle.current().commits.stop_at_own_pace()
         lacking = any(handler.value.lacks_merges for handler in found)
+        for island in self._island_shards():
+            island.recover()
         for handler in found:
             handler.value.reconcile()
         if lacking:
             self.save()  # The commit was saved with the merges of this worker.
 
     def finish_commit(self) -> None:
+        for island in self._island_shards():
+            island.finish()
         if self._sharded is None:
             return
         self._sharded.seal()
@@ -745,3 +800,8 @@ class HandledState(_OfThisProcess, ObjectState):
 def shards_of(state: State) -> ShardedCommits | None:
     """Return the object that makes a state's sharded commits, or None if the state is not sharded."""
     return state._sharded if isinstance(state, HandledState) else None
+
+
+def is_sharded_within_islands(state: State) -> bool:
+    """Return whether a state contains a `DiLoCo` whose model is sharded within islands."""
+    return isinstance(state, HandledState) and bool(state._island_shards())

@@ -15,6 +15,7 @@ from elastic.diloco.diloco import DiLoCo
 from elastic.errors import Invalid
 from elastic.exact.shards import Shards
 from elastic.sharding import fsdp2, unsupported_sharding, zero
+from elastic.state.fully_sharded.island_shards import ShardedDiLoCoHandler
 from elastic.state.fully_sharded.sharded_handlers import (
     FullyShardedHandler,
     ShardedOptimizerHandler,
@@ -78,6 +79,8 @@ def handler_for(name: str, value: Any) -> StateHandler | None:
                 handler = HolderHandler
             if handler is ModelStateHandler and fsdp2.sharded_params(value):
                 handler = FullyShardedHandler
+            elif handler is DiLoCoStateHandler and value.sharded is not None:
+                handler = ShardedDiLoCoHandler
             elif handler is OptimizerStateHandler and zero.is_zero(value):
                 handler = ZeroOptimizerHandler
             elif handler is OptimizerStateHandler and zero.is_divided(value):

@@ -213,6 +213,10 @@ class State:
         """Return whether each rank holds a part of the state, so that commit and restore are collective."""
         return False
 
+    def commits_together(self) -> bool:
+        """Return whether `save` is a collective, of all ranks or of the ranks of an island."""
+        return False
+
     def held_shards(self) -> ShardsHeld | None:
         """Return the shards that this rank holds, as a report for the driver, or None if the state is not sharded."""
         return None

@@ -67,6 +67,8 @@ def check(optimizer: torch.optim.Optimizer, generation: int, size: int) -> None:
             return
         what = "an optimizer of this script"
     elif kind is Fixed.PARAMETERS:
+        if unsupported_sharding.follows_island(optimizer):
+            return
         if unsupported_sharding.all_followed(optimizer) and _spans(optimizer, size):
             if not unsupported_sharding.is_followed(optimizer):
                 raise unsupported_sharding.refuse_unfollowed(optimizer)

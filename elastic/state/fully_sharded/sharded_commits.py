@@ -210,6 +210,10 @@ class ShardedCommits:
         least: minimum number of shards of a mesh with replicas. None means one shard per rank.
         given: ``least_shards`` as passed by the script, or None. In that case, ``least`` comes from a mesh, which a
             joining worker may have created with another shape.
+        runtime: function that returns the runtime whose ranks hold the shards, or None without a runtime. Default: all
+            ranks of the world.
+        ascending: whether each rank has the shard of its own number in every world. Default: ranks keep their shards
+            if the number of shards is unchanged.
     """
 
     def __init__(
@@ -218,8 +222,13 @@ class ShardedCommits:
         copies: int,
         least: int | None = None,
         given: int | None = None,
+        *,
+        runtime: Callable[[], WorkerRuntime | None] | None = None,
+        ascending: bool = False,
     ) -> None:
         self.copies = copies
+        self._runtime = runtime or (lambda: lifecycle.active())
+        self._ascending = ascending
         self.given = given
         self.least = least  # minimum number of shards; see `Choice`
         self.spent = CommitCost()
@@ -269,7 +278,7 @@ class ShardedCommits:
         waited_s = self.seal()
         # A commit that raised an error may have left a copy in progress, so wait for it.
         self._finish_copy()
-        world, rt, live = self._world, lifecycle.active(), self._live()
+        world, rt, live = self._world, self._runtime(), self._live()
         shards = self._with_rows(self._agree_on_specs(live), live)
         record = self._record(world)
         self._bank = self._cycle.begin(record)
@@ -313,6 +322,12 @@ class ShardedCommits:
         )
         return BufferRecord(commit, world.shards, world.shard, tuple(copies), world.where())
 
+    @property
+    def newest(self) -> CommitId | None:
+        """Return the commit that `commit` has made last, or None if it was discarded."""
+        record = self._cycle.banks[self._bank]
+        return None if record is None else record.commit
+
     def skip(self) -> None:
         """Skip the number of a commit that no rank makes. This method must be called on all ranks."""
         self._number += 1
@@ -338,7 +353,7 @@ class ShardedCommits:
         """
         if self._transfers is None:
             return 0.0
-        began, rt = time.perf_counter(), lifecycle.active()
+        began, rt = time.perf_counter(), self._runtime()
         if self._world is not None and rt is not None:
             with rt.guard(SHARDS_COMMIT):
                 valid = self._finish_copy()
@@ -415,7 +430,7 @@ class ShardedCommits:
         if self._everywhere():
             return mine
         mine = _merged([mine])
-        rt = lifecycle.active()
+        rt = self._runtime()
         if self._world is None or rt is None:
             return mine
         with rt.guard(SHARDS_COMMIT):
@@ -623,7 +638,9 @@ class ShardedCommits:
         layout = as_layout(specs, choice.whole.shards)
         self.least = choice.least
         if choice.least is None:
-            shards, order = size, order_of_shards(choice.whole, layout.tensors, size)
+            shards, order = size, [*range(size)]
+            if not self._ascending:
+                order = order_of_shards(choice.whole, layout.tensors, size)
         else:
             shards = mesh_shape(size, choice.least).shards
             order = order_of_replicas(

@@ -1,12 +1,13 @@
-"""Trains with `elastic.DiLoCo`. Each worker records every inner step that it takes, the samples of it, and the digest
-of the outer parameters after each merge.
+"""Trains with `elastic.DiLoCo`. Each worker records every inner step that it takes, the samples of it, and the
+digest of the outer parameters after each merge.
 
-``DIE``: who dies, and the position: ``1,16`` is the worker of slot 1, ``HOST leader,16`` the leader of an island if it
-is on that host, ``HOST island,16`` all workers of that host. ``AHEAD``: position at which the other workers, or hosts,
-wait for that. ``STEPS``: positions to train. ``FULL``: size of the world to wait for at position ``WAIT``. ``ISLANDS``:
-hosts are islands. ``LATE``: a slot or a host, and the number of own steps after which its workers wait until
-another worker has applied ``AWAY`` merges. ``GRACE``: the argument grace_s of `elastic.DiLoCo`. ``TOKENS``: report the
-samples of each step. Other variables are arguments of `elastic.DiLoCo`.
+``DIE``: who dies, and the position: ``1,16`` is the worker of slot 1, ``HOST leader,16`` the leader of an island if
+it is on that host, ``HOST island,16`` all workers of that host. ``AHEAD``: position at which the other workers, or
+hosts, wait for that. ``STEPS``: positions to train. ``FULL``: size of the world to wait for at position ``WAIT``.
+``ISLANDS``: hosts are islands. ``SHARDED``: the model is sharded over the ranks of an island. ``LATE``: a slot or a
+host, and the number of own steps after which its workers wait until another worker has applied ``AWAY`` merges.
+``GRACE``: the argument grace_s of `elastic.DiLoCo`. ``TOKENS``: report the samples of each step. Other variables
+are arguments of `elastic.DiLoCo`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import light  # type: ignore[import-not-found]  # noqa: F401
 import torch
+import torch.distributed.fsdp
 
 import elastic
 
@@ -35,6 +37,7 @@ WHO, _, AT = os.environ.get("DIE", "").rpartition(",")
 RECORDS = Path(os.environ["RECORDS"])
 DIED = RECORDS / "died"
 ISLANDS, TOKENS = "ISLANDS" in os.environ, "TOKENS" in os.environ
+SHARDED = "SHARDED" in os.environ
 AHEAD = int(os.environ.get("AHEAD", "-1"))
 records = open(RECORDS / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 
@@ -71,10 +74,16 @@ elastic.init()
 torch.manual_seed(SLOT)  # the outer parameters become those of rank 0
 model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 DTYPES: dict[str, torch.dtype | str | None] = {"": None, "bfloat16": torch.bfloat16, "int4": "int4"}
-inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-network: torch.nn.Module = model
 if ISLANDS:
     (RECORDS / f"{HOST}-{SLOT}.pid").write_text(str(os.getpid()))
+if SHARDED:
+    torch.distributed.init_process_group()
+    mesh = elastic.island_mesh("cpu")
+    for layer in (model[0], model):
+        torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+network: torch.nn.Module = model
+if ISLANDS and not SHARDED:
     network = torch.nn.parallel.DistributedDataParallel(model, process_group=elastic.island_group())
 diloco = elastic.DiLoCo(
     network,
@@ -105,17 +114,21 @@ recorded = 0  # merges
 def record_merge() -> None:
     """Record a merge since the last call, also one that this worker has received."""
     global recorded
+    # A collective of the island with a sharded model, of whose ranks some may have recorded this merge.
+    content = digest(diloco.outer) if SHARDED else ""
     if sum(diloco.merged) > recorded:
         recorded = sum(diloco.merged)
         absent = diloco.rounds.absent.get(recorded - 1)
         size = elastic.size()
-        record(what="merge", merged=recorded, digest=digest(diloco.outer), size=size, absent=absent)
+        content = content or digest(diloco.outer)
+        record(what="merge", merged=recorded, digest=content, size=size, absent=absent)
         if AWAY and recorded >= AWAY and LATE not in (str(SLOT), HOST):
             (RECORDS / f"{os.getpid()}.away").touch()
 
 
 def digest(tensors: Sequence[torch.Tensor]) -> str:
-    content = b"".join(each.detach().numpy().tobytes() for each in tensors)
+    whole = [each.full_tensor() if SHARDED else each for each in map(torch.Tensor.detach, tensors)]
+    content = b"".join(each.numpy().tobytes() for each in whole)
     return hashlib.sha256(content).hexdigest()
 
 
