@@ -186,6 +186,17 @@ GROUPS = (
                 """,
             ),
             Entry(
+                "island_mesh",
+                """
+                from torch.distributed.fsdp import fully_shard
+
+                torch.distributed.init_process_group()
+                sharded = fully_shard(torch.nn.Linear(4, 1), mesh=elastic.island_mesh())
+                inner = torch.optim.SGD(sharded.parameters(), lr=0.1)
+                diloco = elastic.DiLoCo(sharded, inner, every=100)
+                """,
+            ),
+            Entry(
                 "broadcast_parameters broadcast_optimizer_state",
                 """
                 elastic.broadcast_parameters(model.state_dict(), root_rank=0)

@@ -67,17 +67,7 @@ def sharded_island(model: nn.Module) -> ShardedIsland | None:
     """
     if not fsdp2.sharded_states(model):
         return None
-    advice = "apply fully_shard(module, mesh=elastic.island_mesh()) to the layers and to the model"
-    why = fsdp2.untested_version()
-    if why is None and not fsdp2.sharded_params(model):
-        why = "has no sharded parameter"
-    if why is None:
-        mesh = fsdp2.mesh_of(model)
-        group = mesh.get_group() if mesh.ndim == 1 else None
-        if not isinstance(group, IslandGroup):
-            why = "is sharded by fully_shard over another mesh than that of the island"
-        else:
-            why = fsdp2.obstacle(model, group.getSize())
+    group, why = _group_of(model)
     if why is None and any(isinstance(each, DistributedDataParallel) for each in model.modules()):
         why = "is sharded by fully_shard and contains DistributedDataParallel"
     if why is None:
@@ -86,8 +76,24 @@ def sharded_island(model: nn.Module) -> ShardedIsland | None:
                 why = f"trains {name}, which is not sharded (ignored_params), so ranks of an island would differ"
                 break
     if why is not None:
-        raise Invalid(f"the model {why}: {advice}")
+        raise Invalid(
+            f"the model {why}: apply fully_shard(module, mesh=elastic.island_mesh()) to the layers and to the model"
+        )
+    assert group is not None
     return ShardedIsland(model, group)
+
+
+def _group_of(model: nn.Module) -> tuple[IslandGroup | None, str | None]:
+    """Return the group of the model's mesh, and the reason why the model cannot follow its island, or None."""
+    if why := fsdp2.untested_version():
+        return None, why
+    if not fsdp2.sharded_params(model):
+        return None, "has no sharded parameter"
+    mesh = fsdp2.mesh_of(model)
+    group = mesh.get_group() if mesh.ndim == 1 else None
+    if not isinstance(group, IslandGroup):
+        return None, "is sharded by fully_shard over another mesh than that of the island"
+    return group, fsdp2.obstacle(model, group.getSize())
 
 
 class TensorShape(NamedTuple):
@@ -252,10 +258,9 @@ class ShardedIsland:
         leaders = tuple(sorted({root, *lacking}))
         sends = islands.leader == root
         for each in tensors:
-            sharded = isinstance(each, ShardedRows)
             rows = each.rows if isinstance(each, ShardedRows) else each
             whole: torch.Tensor | None = None
-            if sends and sharded:
+            if sends and isinstance(each, ShardedRows):
                 whole = self.gather([rows], [each.shape], rows.dtype)
             elif islands.leads:
                 elements = rows.numel()

@@ -24,7 +24,7 @@ from elastic.collectives.dtensor import is_dtensor
 from elastic.collectives.interface import Collectives
 from elastic.diloco.diloco import DiLoCo
 from elastic.diloco.sharded import ShardedIsland, ShardedRows, local_of, sharded_rows
-from elastic.errors import ShardLost
+from elastic.errors import ShardLost, StateMismatch
 from elastic.negotiation import submission
 from elastic.protocol.messages import COPY, Commit, Place
 from elastic.runtime import lifecycle
@@ -36,6 +36,7 @@ from elastic.state.fully_sharded.sharded_handlers import (
     FullyShardedHandler,
     LiveShard,
     RowSpec,
+    Sharded,
     ShardedOptimizerHandler,
 )
 from elastic.state.fully_sharded.sharded_commits import ShardedCommits, WorldInventory
@@ -183,7 +184,7 @@ class IslandShards:
             optimizers.append(diloco.inner_optimizer)
         unsupported_sharding.follow_island(optimizers)
         # The outer parameters follow the model: see `OuterShards.follow`.
-        sharded = [self._model, self._outer, *self._optimizers.values()]
+        sharded: list[Sharded] = [self._model, self._outer, *self._optimizers.values()]
         self._parts: dict[str, Part] = {self._model.name: self._model, **self._optimizers}
         self._commits = ShardedCommits(
             lambda: sharded, copies, runtime=self._runtime, ascending=True
@@ -385,9 +386,17 @@ class IslandShards:
         if not lacking or not (receives or islands.leader == source):
             return
         diloco, island = self._diloco, self._island
-        theirs = island.copy_object(
-            {"counters": self._counters()["shared"], "options": self._options()}, source, lacking
-        )
+        mine = {
+            "counters": self._counters()["shared"],
+            "options": self._options(),
+            "untrained": self._untrained_layout(),
+        }
+        theirs = island.copy_object(mine, source, lacking)
+        if theirs["untrained"] != mine["untrained"]:
+            different = state_transfer.difference(
+                "\n".join(theirs["untrained"]), "\n".join(mine["untrained"]), "another island"
+            )
+            raise StateMismatch(f"{different}: create the same buffers on all workers")
         diloco.copy_outer(source, lacking, range(len(diloco.outer)))
         island.copy_between(source, lacking, self._untrained())
         if receives:
@@ -419,6 +428,12 @@ class IslandShards:
         """Yield the buffers and the frozen parameters, in the order of their names."""
         for _, each in sorted(self._diloco.others().items()):
             yield sharded_rows(each) if is_dtensor(each) else each
+
+    def _untrained_layout(self) -> list[str]:
+        return [
+            f"{self._name}.{name} {str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
+            for name, each in sorted(self._diloco.others().items())
+        ]
 
     def _layout(self) -> str:
         return "\n".join(line for part in self._parts.values() for line in part.layout())

@@ -4,10 +4,10 @@ digest of the outer parameters after each merge.
 ``DIE``: who dies, and the position: ``1,16`` is the worker of slot 1, ``HOST leader,16`` the leader of an island if
 it is on that host, ``HOST island,16`` all workers of that host. ``AHEAD``: position at which the other workers, or
 hosts, wait for that. ``STEPS``: positions to train. ``FULL``: size of the world to wait for at position ``WAIT``.
-``ISLANDS``: hosts are islands. ``SHARDED``: the model is sharded over the ranks of an island. ``LATE``: a slot or a
-host, and the number of own steps after which its workers wait until another worker has applied ``AWAY`` merges.
-``GRACE``: the argument grace_s of `elastic.DiLoCo`. ``TOKENS``: report the samples of each step. Other variables
-are arguments of `elastic.DiLoCo`.
+``ISLANDS``: hosts are islands. ``SHARDED``: the model is sharded over the ranks of an island, with ``COPIES`` of
+each shard. ``LATE``: a slot or a host, and the number of own steps after which its workers wait until another
+worker has applied ``AWAY`` merges. ``GRACE``: the argument grace_s of `elastic.DiLoCo`. ``TOKENS``: report the
+samples of each step. Other variables are arguments of `elastic.DiLoCo`.
 """
 
 from __future__ import annotations
@@ -167,6 +167,8 @@ def train(state: elastic.TorchState) -> None:
             return
 
 
-state = elastic.TorchState(diloco=diloco, loader=loader, step=0)
+state = elastic.TorchState(
+    diloco=diloco, loader=loader, step=0, copies=int(os.environ.get("COPIES", "1"))
+)
 train(state)
 record(what="end", position=diloco.position, step=state.step, merged=diloco.merged)

@@ -64,6 +64,10 @@ def whole(tensors: Any) -> list[torch.Tensor]:
     ]
 
 
+def rows_of(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def train(
     rank: int, size: int, fully: bool, same_seed: bool, tokens: bool, options: dict[str, Any]
 ) -> dict[str, Any]:
@@ -99,13 +103,13 @@ def train(
     committed = whole(diloco.inner), list(diloco.merged)
     with torch.no_grad():
         for each in diloco.inner:
-            (each._local_tensor if fully else each).add_(1)
+            rows_of(each).add_(1)
     diloco.rounds.merged[0] += 1
     state.step += 1
     state.restore()
     restored = whole(diloco.inner), list(diloco.merged)
     held = sum(
-        (each._local_tensor if fully else each).numel()
+        rows_of(each).numel()
         for parameter in diloco.outer
         for each in (parameter, diloco.outer_optimizer.state[parameter]["momentum_buffer"])
     )

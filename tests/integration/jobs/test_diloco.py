@@ -207,6 +207,102 @@ def test_sharded_islands_continue_after_the_loss_of_a_leader_or_an_island(job, t
 
 
 @pytest.mark.nightly
+@pytest.mark.forked("torch.distributed.fsdp")
+def test_sharded_island_that_lost_a_shard_continues_from_the_outer_parameters(job, tmp_path):
+    training = job(
+        f"-np 4 --min-np 1 -H localhost:2,127.0.0.2:2 {RETURN}",
+        ["python", SCRIPTS / "diloco.py"],
+        env={
+            "RECORDS": str(tmp_path),
+            "ISLANDS": "1",
+            "SHARDED": "1",
+            "COPIES": "0",
+            "ELASTIC_NATIVE": "0",
+            "DIE": "127.0.0.2 leader,16",
+            "STEPS": "45",
+            "WAIT": "25",
+            "FULL": "4",
+        },
+    )
+    training.succeed(200)
+    workers = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in tmp_path.glob("*.jsonl")
+    ]
+    live = [each for each in workers if each[-1]["what"] == "end"]
+    assert len(workers) == 5 and len(live) == 4
+    digests = defaultdict(set)
+    for records in workers:
+        for each in records:
+            if each["what"] == "merge":
+                digests[each["merged"]].add(each["digest"])
+    assert all(len(found) == 1 for found in digests.values())
+    assert {tuple(each[-1]["merged"]) for each in live} == {(4,)}
+    own = {
+        each[0]["host"]: [step["own"] for step in each if step["what"] == "step"]
+        for each in live
+        if each[0]["position"] == 0
+    }
+    assert set(own) == {"localhost", "127.0.0.2"}
+    # The other island keeps its steps, and this one counts them anew after it has received the outer parameters.
+    assert own["localhost"][-1] >= 43
+    assert own["127.0.0.2"].count(1) == 2 and own["127.0.0.2"][-1] <= 30
+
+
+@pytest.mark.nightly
+@pytest.mark.forked("torch.distributed.fsdp")
+@pytest.mark.parametrize(
+    ("rules", "lost"),
+    [
+        ("shard-seal kill host=127.0.0.2 slot=0 hit=19", 1),
+        ("shard-mirror kill host=localhost slot=1 hit=23", 1),
+        (
+            "shard-copy kill host=127.0.0.2 slot=1 hit=21; shard-placed kill host=localhost slot=0 size=3",
+            2,
+        ),
+    ],
+    ids=["before a seal", "before a copy is sent", "while others recover"],
+)
+def test_sharded_islands_have_equal_outer_parameters_after_losses_in_commits(
+    job, tmp_path, rules, lost
+):
+    training = job(
+        f"-np 4 --min-np 1 -H localhost:2,127.0.0.2:2 {RETURN}",
+        ["python", SCRIPTS / "diloco.py"],
+        env={
+            "RECORDS": str(tmp_path),
+            "ISLANDS": "1",
+            "SHARDED": "1",
+            "ELASTIC_FAILPOINTS": rules,
+            "FRAGMENTS": "2",
+            "DELAY": "3",
+            "STEPS": "45",
+            "WAIT": "35",
+            "FULL": "4",
+        },
+    )
+    training.succeed(200)
+    workers = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in tmp_path.glob("*.jsonl")
+    ]
+    ends = [each[-1] for each in workers if each[-1]["what"] == "end"]
+    assert len(ends) == 4 and len(workers) == 4 + lost
+    assert {(each["position"], each["step"], *each["merged"]) for each in ends} == {(45, 45, 4, 4)}
+    digests, own = defaultdict(set), defaultdict(list)
+    for records in workers:
+        for each in records:
+            if each["what"] == "merge":
+                digests[each["merged"]].add(each["digest"])
+            elif each["what"] == "step":
+                own[each["island"]].append(each["own"])
+    assert all(len(found) == 1 for found in digests.values())
+    # No island starts anew: it repeats at most the steps that each recovery discards.
+    assert {max(each) >= 45 - 3 * lost for each in own.values()} == {True}
+    assert {each.count(1) for each in own.values()} == {2}
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "env",
     [

@@ -73,7 +73,7 @@ def test_model_that_is_sharded_over_all_ranks_is_refused():
 
     distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
-        model = fully_shard(torch.nn.Linear(8, 1))
+        model: Any = fully_shard(torch.nn.Linear(8, 1))
         with raises(Invalid):
             elastic.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
     finally:
