@@ -465,14 +465,14 @@ class DiLoCo:
         if not action.fragments:
             return
         self.remember_outer()
-        indices = {i for fragment in action.fragments for i in self.parts[fragment]}
+        gained = {i for fragment in action.fragments for i in self.parts[fragment]}
         with torch.no_grad():
-            for i in indices:
+            for i in gained:
                 self.outer[i].copy_(theirs.outer[i])
         # Entries of other fragments keep their values.
         own = self.outer_optimizer.state_dict()
         places = self._places()
-        taken = {places[i]: theirs.entries[i] for i in indices if i in theirs.entries}
+        taken = {places[i]: theirs.entries[i] for i in gained if i in theirs.entries}
         self.outer_optimizer.load_state_dict(
             {"state": own["state"] | taken, "param_groups": theirs.groups}
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C._distributed_c10d import _register_process_group
@@ -128,7 +128,7 @@ def island_group() -> IslandGroup:
         _known.pg_names[_group] = PURPOSE
         # DTensors find the group of their mesh by its name.
         _group.setGroupName(PURPOSE)
-        _register_process_group(PURPOSE, _group)
+        _register_process_group(cast(Any, PURPOSE), _group)
         _known.pg_backend_config[_group] = f"cpu:{NAME},cuda:{NAME}"
         _known.pg_group_ranks[_group] = {
             rank: index for index, rank in enumerate(_group.islands.members)

@@ -22,7 +22,7 @@ from elastic.diloco.island_group import PURPOSE, IslandGroup, island_group
 from elastic.errors import Invalid
 from elastic.runtime import lifecycle
 from elastic.sharding import fsdp2
-from elastic.sharding.rows import rows_of
+from elastic.sharding.row_layout import rows_of
 
 _COPY = "outer parameters of another island"
 _PIECE = 64 << 20  # maximum size of a broadcast in bytes

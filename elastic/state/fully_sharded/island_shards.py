@@ -30,8 +30,9 @@ from elastic.protocol.messages import COPY, Commit, Place
 from elastic.runtime import lifecycle
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.sharding import fsdp2, unsupported_sharding
-from elastic.sharding.division import Division
+from elastic.sharding.shard_division import Division
 from elastic.sharding.shard_inventory import CommitId
+from elastic.state.fully_sharded.sharded_commits import ShardedCommits, WorldInventory
 from elastic.state.fully_sharded.sharded_handlers import (
     FullyShardedHandler,
     LiveShard,
@@ -39,7 +40,6 @@ from elastic.state.fully_sharded.sharded_handlers import (
     Sharded,
     ShardedOptimizerHandler,
 )
-from elastic.state.fully_sharded.sharded_commits import ShardedCommits, WorldInventory
 from elastic.state.handlers import state_transfer
 from elastic.state.handlers.diloco_state import DiLoCoStateHandler
 from elastic.state.handlers.part import Part

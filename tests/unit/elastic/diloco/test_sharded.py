@@ -51,7 +51,7 @@ def report(*merged: int) -> str:
         ([report(0, 0), report(3, 2)], [0, 1], (0,)),
     ],
 )
-def test_islands_with_fewer_merges_lack_the_fragments_of_the_others(reports, leaders, lacking):
+def test_islands_with_fewer_merges_than_others_lack_merges(reports, leaders, lacking):
     assert lacking_islands(reports, leaders) == lacking
 
 
