@@ -390,9 +390,10 @@ def adopt_outer(
         group.update(copy.deepcopy(options))
     for index in indices:
         parameter = outer[index]
-        optimizer.state.pop(parameter, None)
         if index in theirs.values:
             optimizer.state[parameter] = copy.deepcopy(theirs.values[index])
+        else:
+            optimizer.state.pop(parameter, None)
     wanted = {*indices}
     for entry in theirs.sharded:
         if entry.parameter not in wanted:

@@ -81,7 +81,8 @@ class ShardBuffers:
             held: shards to keep in this buffer, this rank's own first.
         """
         specs = {name: each.spec for name, each in shards.items()}
-        if specs != self.specs or count != self.layout.shards:
+        # Offsets depend on the order of the tensors, which equal dicts may not share.
+        if [*specs.items()] != [*self.specs.items()] or count != self.layout.shards:
             self.specs, self.layout = specs, as_layout(specs, count)
             self.offsets = {}
         self.peers = {}

@@ -134,7 +134,11 @@ def digest(tensors: Sequence[torch.Tensor]) -> str:
 
 @elastic.run
 def train(state: elastic.TorchState) -> None:
+    global recorded
     record(what="enter", position=diloco.position, own=diloco.own_steps, step=state.step)
+    recorded = min(
+        recorded, sum(diloco.merged)
+    )  # A sharded island may repeat a merge of its last step.
     record_merge()
     for batch in loader:
         while diloco.position >= WAIT and elastic.size() < FULL:

@@ -425,6 +425,19 @@ def test_header_names_the_complete_commit_until_the_next_begins():
     assert bank.where() == (offset, size), "the memory is used again"
 
 
+def test_buffer_returns_the_copied_rows_after_the_tensors_have_another_order():
+    bank, live = ShardBuffers(), shards(2)
+    for each in (live, dict(reversed(live.items()))):
+        bank.arrange(each, 4, (2, 0))
+        bank.copy(each, CommitId(3, 1))
+        rows = bank.own_rows()
+        assert list(rows) == list(each)
+        assert all(torch.equal(found, live[name].local) for name, (_, found) in rows.items())
+        first = next(iter(each.values())).local
+        found = bank.rows(ReshardingMove(0, 2, Rows(5, 6), 0, 1))
+        assert torch.equal(found.view(first.dtype).view(-1), first[1].reshape(-1))
+
+
 def test_memory_of_a_bank_is_kept_when_its_state_is_dropped():
     """Others of the host read it after this process has left."""
     bank, live = ShardBuffers(), shards(2)
