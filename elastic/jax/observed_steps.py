@@ -21,9 +21,9 @@ from elastic.jax import pytrees
 from elastic.jax.pytrees import Tree
 from elastic.jax.state import JaxState
 from elastic.monitoring import moved_tensors
+from elastic.runtime.live_objects import live_objects
 from elastic.script_checks import step_sources
 from elastic.script_checks.mistakes import Trained, UsedLoader
-from elastic.script_checks.observer import live_objects
 from elastic.state.state import State
 
 METHOD = "__setattr__"

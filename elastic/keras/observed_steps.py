@@ -19,9 +19,9 @@ from elastic.api import arrays
 from elastic.api.keras_version import LEGACY, keras
 from elastic.keras import backends
 from elastic.keras import keras3_optimizer as reducing
+from elastic.runtime.live_objects import live_objects
 from elastic.script_checks import step_sources
 from elastic.script_checks.mistakes import Trained, UsedLoader
-from elastic.script_checks.observer import live_objects
 from elastic.state.state import State
 
 APPLY = "apply_gradients" if LEGACY else "apply"

@@ -28,6 +28,7 @@ from elastic.errors import ScriptMistakes
 from elastic.monitoring import data_waits, moved_tensors
 from elastic.optimizer.zero1_optimizer import whole_parameters
 from elastic.rendezvous import distributed_samplers
+from elastic.runtime.live_objects import live_objects
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.script_checks import mistakes, source_analysis, step_sources
 from elastic.script_checks.mistakes import (
@@ -377,18 +378,6 @@ def _held(value: Any) -> Iterator[Any]:
         for inner in each if isinstance(each, list | tuple) else [each]:
             if hasattr(inner, "state_dict") or hasattr(inner, "__dict__"):
                 yield inner
-
-
-def live_objects(*kinds: type) -> list[Any]:
-    """Return all live objects that are instances of these classes or their subclasses."""
-    classes: set[type] = set()
-    waiting = list(kinds)
-    while waiting:
-        kind = waiting.pop()
-        if kind not in classes:
-            classes.add(kind)
-            waiting += kind.__subclasses__()
-    return [each for each in gc.get_objects() if type(each) in classes]
 
 
 def _name(value: object) -> str:

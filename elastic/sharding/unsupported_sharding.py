@@ -14,6 +14,7 @@ import torch
 from elastic.collectives.dtensor import is_dtensor
 from elastic.errors import Fixed, Invalid, NotElastic
 from elastic.runtime import lifecycle
+from elastic.runtime.live_objects import live_objects
 from elastic.sharding import fsdp2, zero
 
 _ADVICE = (
@@ -156,7 +157,7 @@ def _unfollowed() -> list[Any]:
 
 
 def _fsdp1_modules() -> list[Any]:
-    return _objects(_classes("torch.distributed.fsdp", "FullyShardedDataParallel"))
+    return live_objects(*_classes("torch.distributed.fsdp", "FullyShardedDataParallel"))
 
 
 def _is_replicated(module: torch.nn.Module) -> bool:
@@ -167,17 +168,12 @@ def _replicated_modules() -> list[Any]:
     found: list[Any] = []
     for kind in _classes("torch.distributed._composable.replicate", "DDP"):
         # torch creates a subclass of DDP for each class of modules to which replicate() is applied.
-        found += _objects(tuple(kind.__subclasses__()))
+        found += live_objects(*kind.__subclasses__())
     return found
 
 
 def _pipeline_stages() -> list[Any]:
-    return _objects(_classes("torch.distributed.pipelining.stage", "_PipelineStageBase"))
-
-
-def _objects(kinds: tuple[type, ...]) -> list[Any]:
-    # type() and not isinstance(), because some proxies report the class of another object
-    return [found for found in gc.get_objects() if issubclass(type(found), kinds)] if kinds else []
+    return live_objects(*_classes("torch.distributed.pipelining.stage", "_PipelineStageBase"))
 
 
 def _follow(values: Iterable[object]) -> None:
