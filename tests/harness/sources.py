@@ -7,6 +7,8 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
+from harness.prose import text_of
+
 ROOT = Path(__file__).parents[2]
 INSTALLED = ("elastic", "driver", "chaos", "horovod")  # folders of the wheel
 SELF = ("self", "cls", "super()")
@@ -33,6 +35,8 @@ class Facts(NamedTuple):
     given: set[str]
     uses: list[Use]
     of_torch: list[tuple[str, int, set[str]]]  # called functions, the line, and keywords
+    # strings that may be shown, without docstrings; {} for an expression in one, whose parts are in the list, too
+    texts: list[str]
 
 
 def sources(*folders: str) -> list[Path]:
@@ -47,9 +51,14 @@ def facts(file: Path) -> Facts:
 
 def facts_of(source: str) -> Facts:
     tree = ast.parse(source)
-    found = Facts(ast.get_docstring(tree) or "", [], [], set(), set(), set(), [], [])
+    found = Facts(ast.get_docstring(tree) or "", [], [], set(), set(), set(), [], [], [])
     private = []
+    statements = set()
     for node in ast.walk(tree):
+        if isinstance(node, ast.Expr):
+            statements.add(node.value)  # it is visited later
+        elif isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and node not in statements:
+            found.texts.append(text_of(node))
         match node:
             case ast.Name(id=name, ctx=context):
                 found.names.add(name)

@@ -21,7 +21,7 @@ from elastic.chaos.__main__ import COMMAND_LINE as CHAOS
 from elastic.driver.commandline.options import command_names
 from elastic.driver.commandline.setup import docs_cli
 from elastic.script_checks.mistakes import PAGE, Kind
-from harness.sources import INSTALLED, ROOT, sources
+from harness.sources import INSTALLED, ROOT, facts, sources
 from stress.__main__ import COMMAND_LINE as STRESS
 
 DOCS = ROOT / "docs"
@@ -235,23 +235,8 @@ _SHOWN = re.compile(r"`?elasticrun docs`? ([a-z][\w/-]*)(?:#([a-z-]+))?")
 
 
 def shown_strings() -> Iterator[tuple[Path, str]]:
-    """Strings of what is installed, without docstrings: what a user may read."""
-    for file in sources(*INSTALLED):
-        tree = ast.parse(file.read_text())
-        own = {
-            id(node.body[0].value)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.body
-            and isinstance(node.body[0], ast.Expr)
-        }
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Constant)
-                and isinstance(node.value, str)
-                and id(node) not in own
-            ):
-                yield file, node.value
+    """Return the strings of the installed packages that a user may read."""
+    return ((file, text) for file in sources(*INSTALLED) for text in facts(file).texts)
 
 
 def test_messages_name_no_page_by_an_uninstalled_path():

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from harness import wording
-from harness.prose import NUMBER, text_of
-from harness.sources import INSTALLED
+from harness.prose import NUMBER
+from harness.sources import INSTALLED, ROOT, facts, sources
 
-ROOT = Path(__file__).parents[2]
 PATTERNS = {
     name: text
     for name, text in vars(wording).items()
@@ -21,22 +17,14 @@ PATTERNS = {
 }
 
 
-def strings_of(tree: ast.Module) -> Iterator[ast.expr]:
-    """Without docstrings."""
-    notes = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and node not in notes:
-            yield node
-
-
 @pytest.fixture(scope="module")
 def sentences() -> str:
     """Every string of the product; an expression in one, and a number, is a blank."""
+    rooms = (*INSTALLED, "charts", "tests/harness/fake_cuda", "tests/stress")
     found = [
-        NUMBER.sub(" ", text_of(node).replace("{}", " "))
-        for room in (*INSTALLED, "charts", "tests/harness/fake_cuda", "tests/stress")
-        for path in (ROOT / room).rglob("*.py")
-        for node in strings_of(ast.parse(path.read_text()))
+        NUMBER.sub(" ", text.replace("{}", " "))
+        for file in sources(*rooms)
+        for text in facts(file).texts
     ]
     pages = [path.read_text() for path in (ROOT / "driver").rglob("*.js")]
     templates = [path.read_text() for path in (ROOT / "charts").rglob("*.*")]
