@@ -1,4 +1,4 @@
-"""`horovod.spark.run` and `run_elastic` on a real Spark: in the process of its driver, and nightly on executors."""
+"""`horovod.spark.run` and `run_elastic` on a real Spark: in the process of its driver, and on executors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.job import MARK
 from harness.processes import clean_environment
 from harness.program import Program
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.spark, pytest.mark.nightly, pytest.mark.timeout(420)]
 
 EXECUTORS = "local-cluster[3,1,1024]"
 LONG_S = 200.0  # JVMs start slowly on a busy machine
@@ -92,7 +92,6 @@ def executor(program: Program, number: int) -> psutil.Process:
     raise AssertionError(f"executor {number} is missing")
 
 
-@pytest.mark.nightly
 def test_killed_executor_costs_less_than_a_second_and_is_replaced(started: Started):
     program = started(EXECUTORS, "steps", "1500")
     program.wait_for(r"step \d+ of 3", LONG_S)
@@ -109,7 +108,6 @@ def test_killed_executor_costs_less_than_a_second_and_is_replaced(started: Start
     assert said(program)["results"] == [[rank, 3] for rank in range(3)]
 
 
-@pytest.mark.nightly
 def test_decommissioned_executor_leaves_at_a_commit(started: Started):
     program = started(EXECUTORS, "decommissioned", "400")
     program.wait_for(r"step \d+ of 2", LONG_S)
@@ -119,7 +117,6 @@ def test_decommissioned_executor_leaves_at_a_commit(started: Started):
     assert steps == [*range(1, 401)], "steps are repeated or skipped"
 
 
-@pytest.mark.nightly
 def test_dynamic_allocation_adds_hosts_while_the_job_trains(started: Started):
     program = started(EXECUTORS, "growing", "100000")
     first = step(program)
@@ -130,7 +127,6 @@ def test_dynamic_allocation_adds_hosts_while_the_job_trains(started: Started):
     assert program.wait(LONG_S) != 0
 
 
-@pytest.mark.nightly
 def test_ctrl_c_leaves_no_process(started: Started):
     program = started(EXECUTORS, "steps", "100000")
     step(program, 5)
