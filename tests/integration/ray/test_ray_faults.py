@@ -13,10 +13,10 @@ from harness.ray_cluster import RayCluster, ray_nodes
 from harness.ray_stepping import Stepping
 from harness.step_lines import committed_lost, repeated
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 NODES = 3
-KILLS = 4  # at night; else each kind once
+KILLS = 4
 # There are always some to be placed: a node that comes gets a worker at once, and not when Ray has given up another.
 PLACES = NODES + KILLS + 1
 DEADLINE_S = 60.0
@@ -67,11 +67,10 @@ def usable(cluster: RayCluster) -> list[str]:
     return [node["node"] for node in nodes if not node["draining"]]
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(KILLS, marks=pytest.mark.nightly)])
 def test_training_loses_no_commit_when_nodes_are_killed_and_replaced(
-    cluster: RayCluster, training: Stepping, kills: int
+    cluster: RayCluster, training: Stepping
 ):
-    for round_ in range(kills):
+    for round_ in range(KILLS):
         places = full(training)
         victim = sorted(places)[round_ % len(places)]
         before = time.monotonic()
@@ -84,7 +83,6 @@ def test_training_loses_no_commit_when_nodes_are_killed_and_replaced(
         assert committed_lost(training.steps()) == 0
 
 
-@pytest.mark.nightly
 def test_a_node_joins_and_its_worker_trains_in_the_same_processes(
     cluster: RayCluster, training: Stepping
 ):
@@ -98,7 +96,6 @@ def test_a_node_joins_and_its_worker_trains_in_the_same_processes(
     assert repeated(training.steps()) == repeated(began)
 
 
-@pytest.mark.nightly
 def test_worker_of_a_drained_node_leaves_at_a_commit(cluster: RayCluster, training: Stepping):
     places = full(training)
     victim = max(places)
@@ -116,7 +113,6 @@ def test_worker_of_a_drained_node_leaves_at_a_commit(cluster: RayCluster, traini
     assert committed_lost(training.steps()) == 0
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(not shutil.which("redis-server"), reason="needs redis-server")
 def test_training_without_the_gcs_continues_and_survives_the_loss_of_a_node(
     cluster: RayCluster, training: Stepping
