@@ -71,7 +71,7 @@ def train(state):
         state.step += 1
         if state.step % 20 == 0:
             print(f"step {state.step} of {elastic.size()}, loss {loss:.4f}", flush=True)
-        time.sleep(0.005)
+        time.sleep(0.02)
         state.commit()
 
 

@@ -57,7 +57,7 @@ def test_training_equals_the_undisturbed_one_after_a_worker_is_killed_and_replac
 ):
     running = job(
         "-np 3 --min-np 1 --blacklist-cooldown-range 0.1 0.2 -H localhost:3",
-        ["python", SCRIPT, "400", where],
+        ["python", SCRIPT, "240", where],
         env={
             # A commit copies three parts.
             "ELASTIC_FAILPOINTS": f"snapshot kill slot={slot} incarnation=1 hit=182"
