@@ -68,7 +68,10 @@ LIGHT = (
     "tests/conformance/",
     *(
         f"tests/integration/collectives/test_{name}.py"
-        for name in ("batch_norm", "ops", "process_sets", "state_transfer", "trees")
+        for name in (
+            *("batch_norm", "diloco_means", "hierarchy", "long_way", "ops", "process_sets"),
+            *("state_transfer", "trees"),
+        )
     ),
 )
 NICE = 5
