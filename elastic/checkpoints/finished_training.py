@@ -147,6 +147,7 @@ def imported(began_at: float) -> dict[str, str] | None:
     """
     installed = tuple(f"{os.path.realpath(p)}{os.sep}" for p in {sys.prefix, sys.base_prefix})
     found: dict[str, str] = {}
+    real: dict[str, str] = {}  # paths without links, by folder: they are slow to find
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
         if isinstance(file, str):
@@ -154,8 +155,11 @@ def imported(began_at: float) -> dict[str, str] | None:
             with contextlib.suppress(OSError):
                 if changed_since(path, began_at):
                     return None
-            by_time = os.path.realpath(path).startswith(installed)
-            found[path] = signature(path, by_time=by_time)
+            folder = os.path.dirname(path)
+            if folder not in real:
+                real[folder] = os.path.join(os.path.realpath(folder), "")
+            target = os.path.realpath(path) if os.path.islink(path) else real[folder]
+            found[path] = signature(path, by_time=target.startswith(installed))
     return found
 
 

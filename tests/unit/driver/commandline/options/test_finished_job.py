@@ -217,6 +217,26 @@ def test_job_that_may_run_elsewhere_is_unknown(more):
     assert started(*more) is None
 
 
+def test_module_is_signed_by_time_only_if_its_file_without_links_is_installed(folder, monkeypatch):
+    installed = folder / "prefix/site"
+    installed.mkdir(parents=True)
+    for path in (installed / "real.py", folder / "library/mine.py"):
+        path.write_text("size: 4\n")
+        os.utime(path, (1.0, 1.0))
+    (installed / "linked.py").symlink_to(folder / "library/mine.py")
+    (folder / "through").symlink_to(installed)
+    monkeypatch.setattr(sys, "prefix", str(folder / "prefix"))
+    paths = [installed / "real.py", installed / "linked.py", folder / "through/real.py"]
+    for number, path in enumerate([*paths, folder / "library/mine.py"]):
+        module = types.ModuleType(f"module_{number}_of_this_test")
+        module.__file__ = str(path)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = finished_training.imported(time.time())
+    assert found is not None
+    assert [found[str(path)].partition(":")[0] for path in paths] == ["time", "sha256", "time"]
+    assert found[str(folder / "library/mine.py")].startswith("sha256:")
+
+
 @pytest.mark.parametrize("limit", ["MOST_FILES", "MOST_READ"])
 def test_folder_with_too_many_files_means_not_finished(folder, monkeypatch, limit):
     assert program_files(["python"], str(folder), "") is not None
