@@ -24,6 +24,7 @@ from elastic.driver.monitoring.opentelemetry_traces import RecoveryTraces, phase
 from elastic.driver.reasons import as_sentence
 from elastic.errors import Invalid
 from harness.golden import raises, recorded
+from harness.otlp_collector import otlp_collector
 
 PHASES = {
     "gathered": 40.0,
@@ -158,5 +159,11 @@ def test_missing_exporter_is_logged(environ):
         RecoveryTraces("bert", environ, silent)
 
 
-def test_recovery_traces_with_exporter_none_close_without_an_error():
-    RecoveryTraces("bert", {"OTEL_TRACES_EXPORTER": "none"}, silent).close()
+@pytest.mark.parametrize(("exporter", "names"), [("otlp", {"recovery", *PHASES}), ("none", set())])
+def test_exporter_named_by_the_user_sends_spans_unless_it_is_none(monkeypatch, exporter, names):
+    with otlp_collector() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.address)
+        traces = RecoveryTraces("bert", {"OTEL_TRACES_EXPORTER": exporter}, silent)
+        traces.decided(REPORT, 100.0)
+        traces.close()
+    assert {span.name for span in collector.spans} == names

@@ -199,17 +199,29 @@ def test_a_dropped_optimizer_that_waits_for_the_collector_does_not_prevent_join(
         lifecycle.shutdown()
 
 
-def test_divided_optimizer_works_with_compression_and_passes(threads):
-    def train(rank: int) -> None:
-        model = net(*WIDTHS)
-        optimizer = made("SGD", model, compression=Rounding, backward_passes_per_step=2)
-        for _ in range(2):
-            optimizer.zero_grad()
-            (model(torch.ones(1, WIDTHS[0])).sum()).backward()
-            (model(torch.ones(1, WIDTHS[0])).sum()).backward()
-            optimizer.step()
+def test_divided_optimizer_with_compression_and_passes_equals_the_undivided_one(threads):
+    def trained(zero: int) -> list[list[torch.Tensor]]:
+        def train(rank: int) -> list[torch.Tensor]:
+            model = net(*WIDTHS)
+            optimizer: Any = DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.05),
+                model.named_parameters(),
+                zero=zero,
+                compression=Rounding,
+                backward_passes_per_step=2,
+            )
+            for _ in range(2):
+                optimizer.zero_grad()
+                for batch in (1.0 + rank, 3.0):
+                    model(torch.full((1, WIDTHS[0]), batch)).sum().backward()
+                optimizer.step()
+            return [each.detach() for each in model.parameters()]
 
-    threads(2, train)
+        found: list[list[torch.Tensor]] = threads(2, train)
+        return found
+
+    for divided, undivided in zip(trained(1), trained(0), strict=True):
+        assert all(map(torch.allclose, divided, undivided))
 
 
 def test_entries_of_another_world_size_are_concatenations_of_the_parts(threads):

@@ -632,3 +632,4 @@ def test_a_scaler_that_is_off_is_restored():
     state = TorchState(scaler=torch.amp.GradScaler("cpu", enabled=False))
     state.save()
     state.restore()
+    assert not state.scaler.is_enabled() and state.scaler.get_scale() == 1.0
