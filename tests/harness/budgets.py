@@ -29,7 +29,7 @@ BUDGETS_S = {
     "": {
         "tests/cluster": 30.0,
         "tests/frameworks": 130.0,
-        "tests/integration/collectives": 70.0,
+        "tests/integration/collectives": 30.0,
         "tests/integration/etcd": 35.0,
         "tests/integration/hosts": 90.0,
         "tests/integration/jobs": 300.0,

@@ -69,8 +69,8 @@ LIGHT = (
     *(
         f"tests/integration/collectives/test_{name}.py"
         for name in (
-            *("batch_norm", "diloco_means", "hierarchy", "long_way", "ops", "process_sets"),
-            *("state_transfer", "trees"),
+            *("batch_norm", "diloco_means", "gloo", "hierarchy", "long_way", "ops", "process_sets"),
+            *("shared", "shared_choice", "state_transfer", "trees"),
         )
     ),
 )
