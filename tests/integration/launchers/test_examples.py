@@ -31,6 +31,7 @@ def test_minimal_example_run_directly_is_a_world_of_one(tmp_path):
     assert "y = 3.00 x + 1.00" in printed
 
 
+@pytest.mark.nightly
 @pytest.mark.forked
 def test_minimal_example_survives_the_loss_of_rank_0(job):
     fitting = job("-np 3 --min-np 2", ["python", EXAMPLES / "minimal.py"])
