@@ -51,7 +51,8 @@ LONGEST = (
 # whose jobs are forks of a process with further imports: harness/sharded_jobs.py.
 TOGETHER = {
     "test_horovod_ray": "two Ray nodes",
-    "test_ray_agents": "two Ray nodes",
+    "test_ray_dead_node": "two Ray nodes",
+    "test_ray_agents": "Ray with Redis",
     "test_ray_discovery": "Ray with Redis",
     "test_ray_journal": "Ray with Redis",
     "test_sharded": "sharded jobs",

@@ -1,6 +1,6 @@
 """Starts agents on the nodes of a Ray cluster and injects faults; prints observations as lines ``NAME {...}``.
 
-ray_agents.py FOLDER      # of the user's program, which Ray brings to the nodes
+ray_agents.py FOLDER PART     # FOLDER: of the user's program, which Ray brings to the nodes; PART: agents, dead-node
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from elastic.driver.processes.worker_output import Output
 from elastic.driver.ray.actors import RayActors
 from elastic.driver.ray.starter import RayStarter, name_of
 from elastic.protocol.messages import Worker
+from harness.ports import free_port
 from harness.processes import lives
 
 SECRET = b"s" * 32
@@ -131,22 +132,7 @@ class Bench:
         return found
 
 
-async def main(folder: str) -> None:
-    ray.init(
-        namespace="mine",
-        log_to_driver=False,
-        runtime_env={
-            "working_dir": folder,
-            "env_vars": {"MINE": "7", "PATH": "/users/own:${PATH}", "PYTHONBREAKPOINT": "0"},
-        },
-    )
-    ids = [
-        node["NodeID"]
-        for node in ray.nodes()
-        if node["Alive"] and node["Resources"].get("CPU", 0) > 0
-    ]
-    actors = RayActors()
-    bench = Bench({"left": ids[0], "right": ids[1]})
+async def agents_and_workers(bench: Bench, actors: RayActors) -> None:
     await bench.fleet.workers.open(
         "127.0.0.1",
         received=lambda worker, message: None,
@@ -242,9 +228,12 @@ async def main(folder: str) -> None:
         names=actors.names(),
     )
 
-    # A node dies, and Ray has not noticed yet.
+
+async def node_dies(bench: Bench, actors: RayActors) -> None:
+    """A node dies, and Ray has not noticed yet. The raylet of the second node is killed."""
+    nowhere = [f"127.0.0.1:{free_port()}"]
     last = bench.new_starter("last")
-    await last.start(bench.bootstrap("right", [first_at]))
+    await last.start(bench.bootstrap("right", nowhere))
     actor = await asyncio.wrap_future(actors.ask(actors.find(name_of("last", "right")), "pid"))
     raylet = psutil.Process(actor).ppid()
     children = [child.pid for child in psutil.Process(actor).children()]
@@ -257,7 +246,7 @@ async def main(folder: str) -> None:
     short = RayStarter(bench.nodes.__getitem__, b"", bench.note, job="short", start_s=3.0)
     begun, why = time.monotonic(), ""
     try:
-        await short.start(bench.bootstrap("right", [first_at]))
+        await short.start(bench.bootstrap("right", nowhere))
     except StartFailed as failed:
         why = str(failed)
     say(
@@ -271,10 +260,29 @@ async def main(folder: str) -> None:
     )
     await last.close()
     await short.close()
+
+
+async def main(folder: str, part: str) -> None:
+    ray.init(
+        namespace="mine",
+        log_to_driver=False,
+        runtime_env={
+            "working_dir": folder,
+            "env_vars": {"MINE": "7", "PATH": "/users/own:${PATH}", "PYTHONBREAKPOINT": "0"},
+        },
+    )
+    ids = [
+        node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("CPU", 0) > 0
+    ]
+    actors = RayActors()
+    bench = Bench({"left": ids[0], "right": ids[1]})
+    await {"agents": agents_and_workers, "dead-node": node_dies}[part](bench, actors)
     await until(lambda: not actors.names(), "the end of every actor")
     say("names", names=actors.names())
     ray.shutdown()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))

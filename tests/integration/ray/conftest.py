@@ -21,15 +21,15 @@ _running: dict[str, AbstractContextManager[RayCluster]] = {}
 
 @pytest.fixture(scope="session")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> RayCluster:
-    """Of `test_horovod_ray`; then of `test_ray_agents`, in which a node dies at the end."""
+    """Of `test_horovod_ray`; then of `test_ray_dead_node`, in which a node dies. Ray notices it after 15 s."""
     nodes = [{"num_cpus": 1}, {"num_cpus": 2}]
     return _started("two_nodes", tmp_path_factory, nodes)
 
 
 @pytest.fixture(scope="session")
 def with_redis(tmp_path_factory: pytest.TempPathFactory) -> RayCluster:
-    """Of `test_ray_discovery` and `test_ray_journal`. Its GCS may be away, where there is redis. Two nodes with two
-    CPUs; the second, which has two GPUs as well, is there in every test.
+    """Of `test_ray_agents`, `test_ray_discovery` and `test_ray_journal`. Its GCS may be away, where there is redis. Two
+    nodes with two CPUs; the second, which has two GPUs as well, is there in every test.
     """
     redis = shutil.which("redis-server") is not None
     nodes = [{"num_cpus": 2}, {"num_cpus": 2, "num_gpus": 2}]
