@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from elastic.protocol.messages import Place
+from elastic.rendezvous import worker_settings
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state.fully_sharded.island_shards import IslandReport, IslandRuntime, source_of
 
@@ -35,7 +36,8 @@ def test_island_with_the_most_merges_sends_the_outer_parameters(reports, leaders
 
 def test_runtime_of_an_island_has_its_ranks_and_forms_groups_of_them():
     rt = create_autospec(WorkerRuntime, instance=True)
-    rt.place = Place(5, 7, 0, 1, 5, 7)
+    rt.place, rt.generation = Place(5, 7, 0, 1, 5, 7), 3
+    rt.env = worker_settings.read({})
     island = IslandRuntime(rt, [1, 4, 5])
     assert (island.place.rank, island.place.size) == (2, 3)
     cpu = torch.device("cpu")
