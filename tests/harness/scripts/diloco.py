@@ -126,8 +126,8 @@ def record_merge() -> None:
             (RECORDS / f"{os.getpid()}.away").touch()
 
 
-def digest(tensors: Sequence[torch.Tensor]) -> str:
-    whole = [each.full_tensor() if SHARDED else each for each in map(torch.Tensor.detach, tensors)]
+def digest(tensors: Sequence[Any]) -> str:
+    whole = [each.detach().full_tensor() if SHARDED else each.detach() for each in tensors]
     content = b"".join(each.numpy().tobytes() for each in whole)
     return hashlib.sha256(content).hexdigest()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import elastic
+from elastic.api.broadcasting import broadcast_object
 from elastic.diloco import diloco as diloco_module
 from elastic.diloco import island_group
 from elastic.negotiation import submission
@@ -317,7 +318,7 @@ def run_apart(rank: int, size: int, behind: str) -> tuple[list[torch.Tensor], in
         made.outer_optimizer.state.clear()
         made.rounds.merged = [0]
     made.rounds._world = None  # as in another world
-    shared = create_autospec(diloco_module.broadcast_object, side_effect=AssertionError)
+    shared = create_autospec(broadcast_object, side_effect=AssertionError)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(diloco_module, "broadcast_object", shared)
         elastic.TorchState(diloco=made).reconcile()

@@ -83,6 +83,7 @@ def test_kept_connection_that_was_closed_at_the_other_end_is_not_used_any_more()
     keeping.exchange("value", 1, 0, b"", call=first)
     served.close()
     poll = select.poll()
+    assert first.used is not None
     poll.register(first.used, select.POLLIN)
     assert poll.poll(1000 * WAIT_S)
     served = serving(address)
