@@ -173,19 +173,19 @@ class IslandShards:
         self._diloco, self._island, self._name = diloco, diloco.sharded, name
         self._model = IslandModelHandler(self._island, "inner model")
         self._outer = OuterShards(diloco, "outer model")
-        self._optimizers: dict[str, ShardedOptimizerHandler] = {
+        self._optimizer_parts: dict[str, ShardedOptimizerHandler] = {
             "outer optimizer": ShardedOptimizerHandler(diloco.outer_optimizer, "outer optimizer")
         }
         optimizers = [diloco.outer_optimizer]
         if diloco.inner_optimizer is not None:
-            self._optimizers["inner optimizer"] = ShardedOptimizerHandler(
+            self._optimizer_parts["inner optimizer"] = ShardedOptimizerHandler(
                 diloco.inner_optimizer, "inner optimizer"
             )
             optimizers.append(diloco.inner_optimizer)
         unsupported_sharding.follow_island(optimizers)
         # The outer parameters follow the model: see `OuterShards.follow`.
-        sharded: list[Sharded] = [self._model, self._outer, *self._optimizers.values()]
-        self._parts: dict[str, Part] = {self._model.name: self._model, **self._optimizers}
+        sharded: list[Sharded] = [self._model, self._outer, *self._optimizer_parts.values()]
+        self._parts: dict[str, Part] = {self._model.name: self._model, **self._optimizer_parts}
         self._commits = ShardedCommits(
             lambda: sharded, copies, runtime=self._runtime, ascending=True
         )
@@ -358,7 +358,7 @@ class IslandShards:
                 file=sys.stderr,
                 flush=True,
             )
-        for part in self._optimizers.values():
+        for part in self._optimizer_parts.values():
             part.value.state.clear()
             part.forget_specs()
         specs = {
@@ -415,7 +415,7 @@ class IslandShards:
             groups = diloco.inner_optimizer.param_groups
             for group, options in zip(groups, theirs["options"], strict=True):
                 group.update(options)
-        for part in self._optimizers.values():
+        for part in self._optimizer_parts.values():
             part.forget_specs()
         diloco.clear_gradients()
 

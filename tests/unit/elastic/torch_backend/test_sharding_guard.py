@@ -314,6 +314,7 @@ def test_diloco_when_torch_has_other_private_names_then_a_fully_sharded_model_is
     four, monkeypatch
 ):
     model = fully_sharded(four)
+    monkeypatch.setattr(tested_torch, "TESTED", ("2.9",))
     monkeypatch.setattr(fsdp2, "groups", None)
     with pytest.raises(Invalid):
         elastic.DiLoCo(model, sgd(model), every=2)
