@@ -10,6 +10,9 @@ problems. From a snapshot, another driver can resume without reading the whole j
     {"resumed": {"term": 2, "address": ..., ...}}
     {"trouble": {...}, "at": seconds}
 
+In an action with many members, ``"ranges": [[host, first slot, incarnation, count], ...]`` replaces the members. They
+are in rank order, and consecutive slots of a host are one range. The places in a world follow from the order.
+
 A journal never contains secrets: no event contains the job's secret, and only the names of additional environment
 variables are stored.
 """
@@ -19,18 +22,22 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Union
+from typing import Annotated, Any, Union
 
 import msgspec
 
 from elastic.driver import events
 from elastic.driver.events import Action, Event
+from elastic.driver.membership.scheduling import rank_order
 from elastic.driver.reasons import Reason
 from elastic.driver.settings import Settings, StartCheckpoint
 from elastic.errors import Invalid
 from elastic.protocol.messages import Worker
 
 FORMAT = 2
+RANGES = b'"ranges":'
+MOST_SLOTS = 100_000  # maximum number of workers in a range
+RANGES_FROM = 64  # number of members from which an action is written with ranges
 # format number that marks a journal as incomplete, because its driver could not write all entries
 ABANDONED = 0
 BEGINNING = b'{"journal":'  # first bytes of a header, and therefore of a journal
@@ -147,12 +154,19 @@ class _Line(msgspec.Struct):
     trouble: Reason | None = None
 
 
+class _Ranges(msgspec.Struct):
+    """Ranges of an action. See the docstring of this module."""
+
+    ranges: list[tuple[str, int, int, Annotated[int, msgspec.Meta(ge=1, le=MOST_SLOTS)]]] = []
+
+
 _encoder = msgspec.json.Encoder()
 _lines = msgspec.json.Decoder(_Line)
 _EVENTS: Any = Union[tuple(Event.__subclasses__())]  # noqa: UP007
 _ACTIONS: Any = Union[tuple(Action.__subclasses__())]  # noqa: UP007
 _events: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_EVENTS)
 _actions: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_ACTIONS)
+_ranges = msgspec.json.Decoder(_Ranges)
 _headers = msgspec.json.Decoder(Header)
 
 
@@ -183,7 +197,43 @@ def readable(words: Sequence[str]) -> list[str]:
 
 def encoded(line: Header | Line) -> bytes:
     """Encode one line of a journal, including its newline."""
+    if isinstance(line, Entry) and line.actions:
+        actions: list[Any] = [*map(_with_ranges, line.actions)]
+        line = msgspec.structs.replace(line, actions=actions)
     return _encoder.encode(line) + b"\n"
+
+
+def _with_ranges(action: Action) -> Action | msgspec.Raw:
+    """Return an action as it is written: with ranges if it has many members, and unchanged otherwise."""
+    members = getattr(action, "members", None)
+    if not isinstance(members, list) or len(members) < RANGES_FROM:
+        return action
+    if isinstance(action, events.PublishWorld):
+        members = [member.worker for member in members]
+    ranges: list[list[Any]] = []
+    before, following = "", (0, 0)
+    for worker in members:
+        host, slot, incarnation = worker.host, worker.slot, worker.incarnation
+        if host == before and (slot, incarnation) == following:
+            ranges[-1][3] += 1
+        else:
+            ranges.append([host, slot, incarnation, 1])
+        before, following = host, (slot + 1, incarnation)
+    fields = _encoder.encode(msgspec.structs.replace(action, members=[]))
+    return msgspec.Raw(fields[:-1] + b',"ranges":' + _encoder.encode(ranges) + b"}")
+
+
+def _with_members(action: Action, ranges: Sequence[tuple[str, int, int, int]]) -> Action:
+    """Return an action with the members that its ranges describe."""
+    workers = [
+        Worker(host, slot, incarnation)
+        for host, first, incarnation, count in ranges
+        for slot in range(first, first + count)
+    ]
+    members: list[Any] = workers
+    if isinstance(action, events.PublishWorld):
+        members = [*map(events.Member, workers, rank_order.places(workers))]
+    return msgspec.structs.replace(action, members=members)
 
 
 def decoded_header(line: bytes) -> Header:
@@ -208,9 +258,16 @@ def decoded(line: bytes) -> Line:
         return TroubleLine(parts.trouble, parts.at)
     if len(bytes(parts.snapshot)):
         return Snapshot(parts.snapshot, parts.at, parts.writer)
-    actions = [_actions.decode(each) for each in parts.actions]
+    actions = [*map(_decoded_action, parts.actions)]
     event = _events.decode(parts.event)
     return Entry(parts.at, event, actions, parts.error, parts.digest, parts.more)
+
+
+def _decoded_action(text: msgspec.Raw) -> Action:
+    action: Action = _actions.decode(text)
+    if RANGES in bytes(text) and (ranges := _ranges.decode(text).ranges):
+        return _with_members(action, ranges)
+    return action
 
 
 def entry_of(line: Mapping[str, Any]) -> Entry:
@@ -219,7 +276,12 @@ def entry_of(line: Mapping[str, Any]) -> Entry:
     Raises:
         msgspec.MsgspecError: the line is invalid.
     """
-    actions = [msgspec.convert(each, _ACTIONS) for each in line.get("actions", ())]
+    actions = []
+    for each in line.get("actions", ()):
+        action = msgspec.convert(each, _ACTIONS)
+        if ranges := msgspec.convert(each, _Ranges).ranges:
+            action = _with_members(action, ranges)
+        actions.append(action)
     return Entry(line.get("at", 0.0), msgspec.convert(line["event"], _EVENTS), actions)
 
 
