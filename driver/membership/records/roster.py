@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -218,6 +218,24 @@ class Roster(dict[Worker, WorkerRecord]):
             self.frozen[worker] = record
         elif self.frozen:
             self.frozen.pop(worker, None)
+
+    def move(self, records: Sequence[WorkerRecord], stage: WorkerStage) -> None:
+        """Set the stage of workers in the roster. Equivalent to setting ``stage`` of each record, but faster."""
+        stages, stage_of, entered = self._stages, self._stage_of, self._stages[stage]
+        indexed = 0
+        for record in records:
+            if record.leaving is not None or record.inside or record.frozen:
+                record.stage = stage  # the record may be in other indexes as well
+                indexed += 1
+                continue
+            worker = record.worker
+            record.__dict__["stage"] = stage
+            before = stage_of[worker]
+            if before is not stage:
+                del stages[before][worker]
+                entered[worker] = record
+                stage_of[worker] = stage
+        self.shifts += len(records) - indexed
 
     def first_exit_by(self) -> float | None:
         """Return the earliest deadline for an exit."""

@@ -63,10 +63,11 @@ class Cooldown:
 
     def clear(self, slots: Iterable[Slot]) -> None:
         """Clear the failures of slots whose world made progress. A cooldown that has begun continues."""
-        for slot in slots:
-            record = self._records.get(slot)
-            if record is not None:
-                record.fruitless = 0
+        # Only few slots of a large job have failed.
+        failed = {slot: record for slot, record in self._records.items() if record.fruitless}
+        if failed:
+            for slot in failed.keys() & slots:
+                failed[slot].fruitless = 0
 
     def forget_host(self, host: str) -> None:
         """Discard the records of a host that was removed from the list.

@@ -42,7 +42,7 @@ def arrange(
             the source.
     """
     held = [*map(commits.get, survivors)]
-    newest = max((commit for commit in held if commit is not None), default=None)
+    newest = newest_of(held)
     if newest is None:
         return RankOrder([*survivors, *newcomers], 0, None)
     holders = [w for w, commit in zip(survivors, held, strict=True) if commit == newest]
@@ -50,6 +50,13 @@ def arrange(
     if len(holders) < len(held):
         lacking = [w for w, commit in zip(survivors, held, strict=True) if commit != newest]
     return RankOrder([*holders, *lacking, *newcomers], len(holders), newest)
+
+
+def newest_of(commits: Sequence[Commit | None]) -> Commit | None:
+    """Return the newest of these commits, or None if there is none."""
+    # Comparing commits is slow. The workers of a host share one object if their reports were merged.
+    distinct = dict(zip(map(id, commits), commits, strict=True)).values()
+    return max((commit for commit in distinct if commit is not None), default=None)
 
 
 def copy_groups(order: Sequence[Worker], holders: int) -> list[list[int]]:

@@ -131,6 +131,10 @@ class Slots:
         """Return whether the host will be reclaimed."""
         return now < self._closed.get(host, now)
 
+    def any_closed(self, hosts: Collection[str], now: float) -> bool:
+        """Return whether any of these hosts will be reclaimed."""
+        return any(host in hosts and now < until for host, until in self._closed.items())
+
     def drain(self, host: str) -> None:
         """Drain a host: no workers start on it until `refill` is called or the host leaves the list."""
         self._drained.add(host)

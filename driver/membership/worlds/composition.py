@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from elastic.driver.membership.records.roster import WorkerRecord
-from elastic.driver.membership.scheduling.rank_order import RankOrder, arrange
+from elastic.driver.membership.scheduling.rank_order import RankOrder, arrange, newest_of
 from elastic.protocol.messages import Commit, Worker
 
 
@@ -55,14 +55,14 @@ def compose(
         all_stay: whether all workers must stay.
     """
     held = [commits.get(s.worker) for s in old]
-    newest = max((commit for commit in held if commit is not None), default=None)
+    newest = newest_of(held)
     holders = (s for s, commit in zip(old, held, strict=True) if commit == newest)
     expected = next((s.layout for s in chain(holders, new[: not old]) if s.layout), layout)
     rejected = [s for s in chain(old, new) if expected and s.layout not in ("", expected)]
     odd = set(rejected)
     fitting = [s for s in old if s not in odd] if odd else [*old]
     willing = [s for s in new if s not in odd and not s.leaving]
-    if not any(s.leaving or s.patient for s in fitting):
+    if not any(s.leaving or s.unlisted or s.noticed for s in fitting):
         # The usual case. In a large job, the other cases take several times as long.
         joining = willing[: max(0, workers_max - len(fitting))]
         arrangement = arrange([s.worker for s in fitting], [s.worker for s in joining], commits)

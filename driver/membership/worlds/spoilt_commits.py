@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.driver.membership.records.roster import WorkerRecord
+from elastic.driver.membership.scheduling.rank_order import newest_of
 from elastic.protocol.messages import Commit, KeptCommit, Worker
 
 
@@ -51,7 +52,7 @@ class SpoiltCommits:
     def begin(self, ready: Iterable[WorkerRecord]) -> Beginning:
         """Return the commits of the ready workers from which the next world may begin."""
         here = list(ready)
-        newest = max((s.commit for s in here if s.commit is not None), default=None)
+        newest = newest_of([s.commit for s in here])
         own = {s.worker: s.commit for s in here}
         if newest is None or not self.doubts(newest):
             return Beginning(own)

@@ -247,15 +247,19 @@ class Worlds:
         for record in others:
             if not record.running:
                 self.staff.welcome(record, self.members)
-        roster, now, running = self.roster, self.now, source.running
-        for worker in arranged.order:
-            record = roster[worker]
-            record.stage, record.stands_by = WorkerStage.MEMBER, False
-            if running:
-                record.first_generation = record.first_generation or self.world.generation
-            record.moved(now)
-            record.entered, record.phase, record.last_inside = 0, "", ""
-            record.gpu = []
+        roster, now, generation = self.roster, self.now, self.world.generation
+        began = [roster[worker] for worker in arranged.order]
+        roster.move(began, WorkerStage.MEMBER)
+        for record in began:
+            record.stands_by = False
+            if source.running and not record.first_generation:
+                record.first_generation = generation
+            if record.inside:
+                record.inside = ""
+            record.moved_at, record.entered = now, 0
+            record.phase = record.last_inside = ""
+            if record.gpu:
+                record.gpu = []
         self.published = events.PublishWorld(
             generation=self.generation,
             members=self.world.placed(),
@@ -436,13 +440,12 @@ class Worlds:
 
     def break_up(self, reason: Reason, *, lost: bool = False, failure: bool = True) -> None:
         failure = failure and not self.stopping
-        announced = any(self.staff.slots.closed(w.host, self.now) for w in self.members)
+        announced = self.staff.slots.any_closed({w.host for w in self.members}, self.now)
         # the loss of a machine after a preemption notice is not a failure
         if failure and not announced:
             self.end_if(self.give_up.failed_again(reason))
         at_work = [s for s in self.live() if s.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)]
-        for record in at_work:
-            record.stage = WorkerStage.MEMBER
+        self.roster.move(at_work, WorkerStage.MEMBER)
         self.gather(Kind.RECOVERY, reason)
         self.gathering.had_loss = lost
         self.actions.add(events.BreakWorld(self.generation, [s.worker for s in at_work], reason))

@@ -45,6 +45,7 @@ _STATES = {
     Stage.LEAVING: "leaving",
     Stage.KILLED: "lost",
 }
+_IN_WORLD = (Stage.READY, Stage.IN_WORLD)
 NOTE = 500  # maximum number of characters of a note
 HELD_UP = 8  # maximum number of entries in `held_up`
 AWAITED = 4  # maximum number of awaited ranks listed for each waiting worker
@@ -147,16 +148,17 @@ class WorkerGrid:
             now: current time, in seconds.
             published: whether the last action published a new world.
         """
-        prepares = self._view.prepares
+        prepares, changed, of_worker = self._view.prepares, self._changed, self._of_worker
         for process in self._view.touched:
-            worker, (state, note) = process.worker, _state(process, prepares=prepares)
-            cell = self._of_worker.get(worker) or self._new_cell(process, state, now)
+            state, note = _state(process, prepares=prepares)
+            cell = of_worker.get(process.worker) or self._new_cell(process, state, now)
             if cell is not None:
                 if published and process.member:
-                    cell.inside, cell.share, cell.stalled, cell.awaits = None, None, None, ()
-                    cell.step_s = cell.own_s = None
-                self._move(cell, state, note, now)
-                self._changed[cell.key] = cell
+                    cell.inside = cell.share = cell.stalled = cell.step_s = cell.own_s = None
+                    cell.awaits = ()
+                if cell.state != state or cell.note != note:
+                    self._move(cell, state, note, now)
+                changed[cell.key] = cell
 
     def _new_cell(self, process: WorkerView, state: str, now: float) -> Cell | None:
         """Return a new cell for a worker, or None if the slot's cell shows a later worker or the slot was removed."""
@@ -195,12 +197,12 @@ class WorkerGrid:
         if shown and shown != ["share"]:
             self._changed[cell.key] = cell
 
-    def left(self, worker: Worker) -> None:
-        """Record that a worker does not wait in a collective."""
-        cell = self._of(worker)
-        if cell is not None and cell.inside is not None:
-            cell.inside = None
-            self._changed[cell.key] = cell
+    def left(self, *workers: Worker) -> None:
+        """Record that workers do not wait in a collective."""
+        for cell in map(self._of_worker.get, workers):
+            if cell is not None and cell.inside is not None:
+                cell.inside = None
+                self._changed[cell.key] = cell
 
     def exited(self, event: WorkerExited, now: float) -> None:
         why = event.reason or f"ended with {describe_exit(event.code)}"
@@ -337,8 +339,11 @@ class WorkerGrid:
 
 
 def _state(process: WorkerView, *, prepares: bool) -> tuple[str, str]:
-    failure, state = process.failure, _STATES[process.stage]
-    if process.stage is Stage.KILLED and process.why is not None:
+    failure, stage = process.failure, process.stage
+    if failure is None and process.member and not prepares and stage in _IN_WORLD:
+        return "recovering" if process.recovering else "training", ""  # the usual case
+    state = _STATES[stage]
+    if stage is Stage.KILLED and process.why is not None:
         state = "leaving" if process.removed and failure is None else state
         return state, f"killed: {brief(process.why)}"
     if failure is not None:
@@ -346,8 +351,6 @@ def _state(process: WorkerView, *, prepares: bool) -> tuple[str, str]:
             return "lost", f"its script raised {failure.what}"[:NOTE]
         what = failure.what
         return "lost", f"its script called {what}" if what else "its state differs from the world's"
-    if process.member and not prepares and process.stage in (Stage.READY, Stage.IN_WORLD):
-        return "recovering" if process.recovering else "training", ""
     return state, "" if process.why is None else brief(process.why)
 
 
