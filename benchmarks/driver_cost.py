@@ -18,7 +18,7 @@ import itertools
 import resource
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from elastic.driver.settings import Settings
 from elastic.protocol.messages import Address, Commit, Worker
 
 MB = 1e6
+PHASES = {"told": 1.0, "group": 20.0}  # milliseconds, of the worker in the first slot of a host
 BETWEEN_S = 1e-6  # seconds on the job's clock between two events
 
 
@@ -121,17 +122,38 @@ class Job:
         self.report(
             events.WorkerReady(worker, 0, None, store, "layout", True, 1) for worker in self.joining
         )
-        self.report(
-            events.WorkerReady(worker, generation, commit, store, "layout", running, self._readies)
-            for worker in self.workers
-        )
+        if commit is None:
+            # The workers are in init(), or have just entered elastic.run: no world has ended.
+            self.report(
+                events.WorkerReady(
+                    worker, generation, commit, store, "layout", running, self._readies
+                )
+                for worker in self.workers
+            )
+        else:
+            self.report(
+                events.WorkersReady(
+                    workers,
+                    [29500 + worker.slot for worker in workers],
+                    *(generation, commit, "10.0.0.1", "layout", running, self._readies),
+                )
+                for workers in self._by_host()
+            )
         assert self.generation == generation + 1, "not all workers are ready"
 
     def resume(self) -> None:
-        phases = {"told": 1.0, "group": 20.0}
         self.report(
-            events.WorkerResumed(worker, self.generation, phases) for worker in self.workers
+            events.WorkersResumed(
+                workers,
+                self.generation,
+                {phase: [ms + worker.slot for worker in workers] for phase, ms in PHASES.items()},
+            )
+            for workers in self._by_host()
         )
+
+    def _by_host(self) -> Iterator[list[Worker]]:
+        """Yield the workers of each host, whose reports the host's agent merges."""
+        return (list(group) for _, group in itertools.groupby(self.workers, lambda it: it.host))
 
 
 @dataclass

@@ -6,12 +6,15 @@ Events and actions are msgspec structs, which the journal stores as JSON objects
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
 
 from elastic.driver.reasons import Reason
 from elastic.protocol.calls import Called
 from elastic.protocol.messages import (
+    PHASES_LIMIT,
     Address,
     Commit,
     Finite,
@@ -90,6 +93,46 @@ class WorkerReady(Event, omit_defaults=True):
     own_pace: bool = False
 
 
+class WorkersReady(Event, omit_defaults=True):
+    """Event: several workers of one host wait for a world, and their `WorkerReady` differ only in worker and port.
+
+    The host's agent merges the reports, see `agents.merged_reports`. Workers with a sharded state report separately.
+
+    Args:
+        address: address of the stores of all these workers.
+        ports: port of the store of each worker.
+    """
+
+    workers: list[Worker]
+    ports: list[int]
+    generation: int
+    commit: Commit | None
+    address: str
+    layout: str = ""
+    running: bool = True
+    number: int = 0
+    kept: OlderCommits = OlderCommits()
+    step: int | None = None
+    own_pace: bool = False
+
+    def each(self) -> Iterator[WorkerReady]:
+        """Yield the report of each worker."""
+        for worker, port in zip(self.workers, self.ports, strict=True):
+            yield WorkerReady(
+                worker,
+                self.generation,
+                self.commit,
+                Address(self.address, port),
+                self.layout,
+                self.running,
+                self.number,
+                None,
+                self.kept,
+                self.step,
+                self.own_pace,
+            )
+
+
 class WorkerFailed(Event):
     """Event: a collective failed on a worker.
 
@@ -146,6 +189,35 @@ class WorkerResumed(Event, omit_defaults=True):
     copied_bytes: int = 0
     from_checkpoint: bool = False
     shards: ShardsPlaced | None = None
+
+
+class WorkersResumed(Event, omit_defaults=True):
+    """Event: several workers of one host completed their first collective of a generation.
+
+    The host's agent merges the reports, see `agents.merged_reports`. Workers with a sharded state report separately.
+
+    Args:
+        phases_ms: milliseconds of each phase for each worker, in the order of ``workers``.
+        copied_bytes: see `WorkerResumed`. An empty list means 0 for all workers.
+    """
+
+    workers: list[Worker]
+    generation: int
+    phases_ms: Annotated[dict[str, list[Finite]], msgspec.Meta(max_length=PHASES_LIMIT)]
+    copied_bytes: list[int] = []
+    from_checkpoint: bool = False
+
+    def each(self) -> Iterator[WorkerResumed]:
+        """Yield the report of each worker."""
+        copied = self.copied_bytes or [0] * len(self.workers)
+        for index, worker in enumerate(self.workers):
+            yield WorkerResumed(
+                worker,
+                self.generation,
+                {phase: times[index] for phase, times in self.phases_ms.items()},
+                copied[index],
+                self.from_checkpoint,
+            )
 
 
 class WorkerDigested(Event):

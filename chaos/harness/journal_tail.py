@@ -65,7 +65,7 @@ class JobProgress(ViewReader):
 
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
         match event:
-            case events.WorkerResumed():
+            case events.WorkerResumed() | events.WorkersResumed():
                 self.began_at = now if self.began_at is None else self.began_at
             case events.WorkerReturned() | events.StopRequested():
                 self.ending = True

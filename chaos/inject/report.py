@@ -222,7 +222,10 @@ class _Reading:
                 self._digested(digested)
             case events.WorkerReady(worker=worker, commit=commit) if commit is not None:
                 self._held[worker] = max(commit, self._held.get(worker, commit))
-            case events.WorkerResumed():
+            case events.WorkersReady(workers, commit=commit) if commit is not None:
+                for worker in workers:
+                    self._held[worker] = max(commit, self._held.get(worker, commit))
+            case events.WorkerResumed() | events.WorkersResumed():
                 self.trained = True
             case events.WorkerReturned():
                 self._training_ends(entry.at)

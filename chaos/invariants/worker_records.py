@@ -57,6 +57,9 @@ class WorkerRecords:
                     if not known.finished:
                         self.job.goes(worker, known, "holds a corrupted commit")
                         known.dismissed = True
+            case events.WorkersReady() | events.WorkersResumed():
+                for each in event.each():
+                    self.observe(each)
             case events.WorkerExited(worker, code):
                 self._was_started(worker)
                 gone = self.job.workers.get(worker)

@@ -47,6 +47,7 @@ class SimulatedJob(Protocol):
     aimed: int  # number of kills to schedule at the next commits
     going_on: bool
     keep_journal: bool
+    merges: bool  # whether agents merge the reports of their workers, as those of a job on several hosts do
     reports_samples: bool
     sharded: Any  # `simulated_shards.ShardedJob`; None without shards
     seed: int

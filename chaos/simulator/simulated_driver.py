@@ -3,13 +3,16 @@
 Every event and the resulting actions are written to the journal before the actions are performed. The driver can crash
 wherever it yields control: before an event is written, or between any two actions. After a restart, it replays its
 journal into a new Membership and continues. It then knows its earlier decisions, but not which of their actions were
-performed. Agents communicate with its AgentPool. Workers have their own connections, as on a single machine.
+performed. Agents communicate with its AgentPool. Workers have their own connections, as on a single machine. In half of
+all seeds, the reports of a host's workers are then merged as the agent of the host merges them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+
+import msgspec
 
 from elastic.chaos.simulator.interface import SimulatedJob
 from elastic.chaos.simulator.simulated_network import INWARD, OUTWARD, Connection
@@ -17,12 +20,15 @@ from elastic.chaos.simulator.simulated_worker import GIVE_UP_S
 from elastic.driver import events
 from elastic.driver.agents import pool_events
 from elastic.driver.agents.agent_pool import AgentPool
+from elastic.driver.agents.merged_reports import Relayed, ReportMerger
 from elastic.driver.agents.messages import (
     AgentId,
     AgentMessage,
     Attach,
     Beat,
     Dump,
+    Heard,
+    HeardTogether,
     Probe,
     Registered,
     Seen,
@@ -39,6 +45,7 @@ from elastic.protocol.messages import Message, Worker
 
 BEAT_S = 0.9  # seconds between heartbeats of an agent
 ARM_S = 0.001
+HOLD_S = 0.05  # longer than that of a real agent, because messages of a host arrive at more different times
 LAST_S = 2.0  # seconds from the last worker's exit to the exit of the driver
 AGENT_STARTS_S = (0.05, 0.5)  # minimum and maximum number of seconds for starting an agent
 
@@ -67,6 +74,8 @@ class SimulatedDriver:
         self._term = 0
         self.pool = self._new_pool()
         self._pool_alarm: float | None = None
+        # merged reports that will be flushed, by host
+        self._mergers: dict[str, ReportMerger] = {}
         # events that were received while the driver was frozen
         self._backlog: list[Callable[[], None]] = []
         # Events that the driver handles together, see `FaultConditions.busy_s`.
@@ -197,11 +206,13 @@ class SimulatedDriver:
                 self._send(members, messages.Broken(generation, str(reason)))
             case events.PublishWorld(generation, members, store, holders, commit, reason):
                 copies = copy_groups([each.worker for each in members], holders)
+                place, why = members[0].place, str(reason)
+                world = messages.World(
+                    generation, place, store, holders, commit, why, copies=copies
+                )
+                self._tell_mergers([each.worker for each in members], world)
                 for member in members:
-                    world = messages.World(
-                        generation, member.place, store, holders, commit, str(reason), copies=copies
-                    )
-                    self._send([member.worker], world)
+                    self._send([member.worker], msgspec.structs.replace(world, place=member.place))
             case events.TellWorld(generation, member, store, holders, commit, reason):
                 world = messages.World(
                     generation,
@@ -212,6 +223,7 @@ class SimulatedDriver:
                     str(reason),
                     copies=action.copies,
                 )
+                self._tell_mergers([member.worker], world)
                 self._send([member.worker], world)
             case events.WelcomeWorker(worker, place, newcomer, elastic):
                 self._send([worker], messages.Welcome(place, newcomer, elastic))
@@ -252,7 +264,43 @@ class SimulatedDriver:
 
     def receive(self, connection: Connection, worker: Worker, message: Message) -> None:
         """Handle a worker's message, which may come from its current connection or from a lost one."""
-        self.handle(event_of(worker, message))
+        if not self.sim.merges or self._workers.get(worker) is not connection:
+            self.handle(event_of(worker, message))
+            return
+        merger = self._mergers.setdefault(worker.host, ReportMerger(HOLD_S))
+        alarm = merger.flush_at
+        self._relay(merger.received(worker, message, self.sim.clock.now))
+        if merger.flush_at is not None and merger.flush_at != alarm:
+            self.sim.clock.at(merger.flush_at, self._flush, merger, merger.flush_at)
+
+    def _flush(self, merger: ReportMerger, alarm: float) -> None:
+        if merger.flush_at == alarm:
+            self._relay(merger.flush())
+
+    def _relay(self, relayed: Sequence[Relayed]) -> None:
+        for message in relayed:
+            match message:
+                case Heard(worker, heard):
+                    self.handle(event_of(worker, heard))
+                case HeardTogether(event):
+                    self.handle(event)
+
+    def _tell_mergers(self, workers: Sequence[Worker], message: Message) -> None:
+        """Notify the agents' mergers of a message to these workers."""
+        if not self.sim.merges:
+            return
+        hosts: dict[str, list[Worker]] = {}
+        for worker in workers:
+            hosts.setdefault(worker.host, []).append(worker)
+        for host, local in hosts.items():
+            flushed = self._mergers.setdefault(host, ReportMerger(HOLD_S)).sent(local, message)
+            if flushed:
+                # An agent's messages arrive later, when the driver has performed its pending actions.
+                self.sim.clock.after(0.0, self._relay, flushed)
+
+    def _worker_gone(self, worker: Worker) -> None:
+        if worker.host in self._mergers:
+            self._relay(self._mergers[worker.host].gone(worker))
 
     def lost(self, connection: Connection, silent: bool) -> None:
         if not self.up:
@@ -262,6 +310,7 @@ class SimulatedDriver:
             if self._workers.get(worker) is not connection:
                 return  # a newer connection of the worker has already replaced this one
             del self._workers[worker]
+            self._worker_gone(worker)
             self.handle(events.WorkerDisconnected(worker, silent))
             return
         for agent, present in self._agents.items():
@@ -271,6 +320,8 @@ class SimulatedDriver:
                 return
 
     def _send(self, workers: list[Worker], message: Message) -> None:
+        if not isinstance(message, messages.World):
+            self._tell_mergers(workers, message)
         for worker in workers:
             connection = self._workers.get(worker)
             process = self.sim.processes.get(worker)
@@ -315,6 +366,7 @@ class SimulatedDriver:
         mine = self._workers.pop(event.worker, None)
         if mine is not None and not self.sim.clock.chance(self.sim.weather.early_exits):
             mine.flush(INWARD)
+        self._worker_gone(event.worker)
 
     def _meet(self, event: pool_events.PoolEvent) -> None:
         if not self.up:
@@ -384,6 +436,8 @@ class SimulatedDriver:
         self._backlog.clear()
         self._mailbox.clear()
         self._workers, self._agents = {}, {}
+        for merger in self._mergers.values():
+            merger.reset()
         self._alarm = self._pool_alarm = None
         self.sim.network.driver_disconnected()
         self.sim.clock.after(self.down_s, self.restart)

@@ -146,6 +146,8 @@ class Simulation:
         # If positive, one event advances all members by one step every ``step_s`` virtual seconds.
         self.step_s = step_s
         self.keep_journal = keep_journal
+        # drawn without random numbers, which would change all other faults of the seed
+        self.merges = seed % 4 >= 2
         self.faults_s = faults_s
         self.weather = weather or FaultConditions.drawn(seed, mild=mild)
         # Do not check samples if reports can be lost, because they are not repeated on a new connection, or if the

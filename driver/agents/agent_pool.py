@@ -21,7 +21,7 @@ carried out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Any
 
 from elastic.driver.agents import pool_events
@@ -35,6 +35,7 @@ from elastic.driver.agents.messages import (
     CallForBandwidth,
     Detach,
     Heard,
+    HeardTogether,
     Here,
     Kill,
     Logged,
@@ -64,6 +65,8 @@ from elastic.driver.events import (
     Notice,
     TimePassed,
     WorkerExited,
+    WorkersReady,
+    WorkersResumed,
 )
 from elastic.driver.network.unreachable_hosts import AddressCheck
 from elastic.driver.processes.liveness_timeouts import LivenessTimeouts
@@ -243,6 +246,8 @@ class AgentPool:
                 pass  # ignore messages from a replaced agent
             case Heard(worker, sent) if worker.host == agent.host:
                 self._actions.add(pool_events.RelayMessage(worker, sent))
+            case HeardTogether(event) if _reports_of(event, agent.host):
+                self._actions.add(pool_events.PostToDriver(event))
             case Seen(event) if event.worker.host == agent.host:
                 self._on_observation(host, event)
             case Printed(worker, stream, data) if worker.host == agent.host:
@@ -263,7 +268,8 @@ class AgentPool:
                 self._actions.add(pool_events.PostToDriver(event))
             case _:
                 self._actions.log(
-                    "warning", f"disconnected {agent}: it reported a worker of another host"
+                    "warning",
+                    f"disconnected {agent}: it sent an invalid report, or one of another host",
                 )
                 self._actions.add(pool_events.DisconnectAgent(agent))
 
@@ -526,3 +532,17 @@ class AgentPool:
         if known is None:
             known = self._hosts[name] = AgentRecord(name)
         return known
+
+
+def _reports_of(event: WorkersReady | WorkersResumed, host: str) -> bool:
+    """Return whether merged reports contain a value for each of their workers, which all belong to the host."""
+    columns: list[Sized] = []
+    match event:
+        case WorkersReady(ports=ports):
+            columns = [ports]
+        case WorkersResumed(phases_ms=phases_ms, copied_bytes=copied):
+            columns = [*phases_ms.values(), *([copied] if copied else [])]
+    workers = event.workers
+    return all(len(each) == len(workers) for each in columns) and all(
+        worker.host == host for worker in workers
+    )

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from elastic.driver.agents.bandwidth_transfer import BandwidthMeter
 from elastic.driver.agents.driver_choice import AgentState
 from elastic.driver.agents.driver_connection import Uplink
 from elastic.driver.agents.host_preemption import HostPreemption
+from elastic.driver.agents.merged_reports import Relayed, ReportMerger
 from elastic.driver.agents.messages import (
     AgentId,
     Announced,
@@ -134,6 +135,8 @@ class HostAgent:
             log=self._log,
         )
         self._away_alarm: asyncio.TimerHandle | None = None
+        self._merger = ReportMerger()
+        self._merge_alarm: asyncio.TimerHandle | None = None
 
     # ---- lifetime --------------------------------------------------------------------------------------------------
 
@@ -191,8 +194,9 @@ class HostAgent:
         try:
             return await self._over
         finally:
-            if self._away_alarm is not None:
-                self._away_alarm.cancel()
+            for alarm in (self._away_alarm, self._merge_alarm):
+                if alarm is not None:
+                    alarm.cancel()
             self._machine.close()
             self._ready(False)
             await self._agent.close()
@@ -252,9 +256,11 @@ class HostAgent:
             case Tell(workers, forwarded):
                 if isinstance(forwarded, messages.World):
                     self._state.record_world(forwarded.generation)
+                self._relay(self._merger.sent(workers, forwarded))
                 self._server.broadcast(workers, forwarded)
             case TellPlaces(members, world):
                 self._state.record_world(world.generation)
+                self._relay(self._merger.sent([worker for worker, _ in members], world))
                 self._server.send_world(world, members)
             case Detach(reason):
                 self._dismissed(reason)
@@ -336,6 +342,7 @@ class HostAgent:
 
     def _driver_lost(self, reason: str) -> None:
         self._ready(False)
+        self._merger.reset()
         self._state.lost(self._now())
         by = self._state.away_by
         if by is None:
@@ -437,14 +444,29 @@ class HostAgent:
         self._connected.add(worker)
         if worker in self._stale:
             return
-        relayed = Heard(worker, message)
         if isinstance(message, messages.SendResult):
-            self._results[worker] = relayed
-        self._uplink.send(relayed)
+            self._results[worker] = Heard(worker, message)
+        self._relay(self._merger.received(worker, message, self._now()))
+
+    def _relay(self, relayed: Sequence[Relayed]) -> None:
+        """Send messages of workers to the driver, and set the timer for the reports that are held."""
+        for message in relayed:
+            self._uplink.send(message)
+        at = self._merger.flush_at
+        if self._merge_alarm is not None and self._merge_alarm.when() != at:
+            self._merge_alarm.cancel()
+            self._merge_alarm = None
+        if self._merge_alarm is None and at is not None:
+            self._merge_alarm = asyncio.get_running_loop().call_at(at, self._flush_merged)
+
+    def _flush_merged(self) -> None:
+        self._merge_alarm = None
+        self._relay(self._merger.flush())
 
     def _worker_hung_up(self, worker: Worker, silent: bool) -> None:
         self._connected.discard(worker)
         if worker not in self._stale:
+            self._relay(self._merger.gone(worker))
             self._uplink.send(Seen(WorkerDisconnected(worker, silent)))
         self._exit_barrier.disconnected(worker)
 
@@ -454,6 +476,7 @@ class HostAgent:
             return
         self._checked.pop(event.worker, None)
         self._state.exited(event)
+        self._relay(self._merger.gone(event.worker))
         self._uplink.send(Seen(event))
         if not self._agent.alive():
             self._machine.all_workers_exited()

@@ -19,6 +19,8 @@ from elastic.driver.events import (
     WorkerFrozen,
     WorkerHealthChecked,
     WorkerProbed,
+    WorkersReady,
+    WorkersResumed,
     WorkerThawed,
 )
 from elastic.protocol import messages
@@ -71,6 +73,12 @@ class Heard(AgentMessage):
 
     worker: Worker
     message: messages.FromWorker
+
+
+class HeardTogether(AgentMessage):
+    """Message to the driver: the merged reports of several workers of this host. See `merged_reports`."""
+
+    event: WorkersReady | WorkersResumed
 
 
 class Seen(AgentMessage):
@@ -242,6 +250,7 @@ FromAgent = (
     AgentAnswer
     | Registered
     | Heard
+    | HeardTogether
     | Seen
     | Printed
     | Logged

@@ -48,7 +48,9 @@ __all__ = ["IllegalEvent", "Membership", "Phase", "describe_exit", "may_defer"]
 SIMULTANEOUS = (
     events.WorkerConnected,
     events.WorkerReady,
+    events.WorkersReady,
     events.WorkerResumed,
+    events.WorkersResumed,
     events.WorkerSpent,
 )
 
@@ -251,6 +253,11 @@ class Membership:
                 self.roster.remove(event.worker)
             case events.WorkerConnected() | events.WorkerReady() if event.worker in self.roster:
                 self.worlds.staff.release(self.roster[event.worker], because(ReasonKind.JOB_ENDED))
+            case events.WorkersReady(workers):
+                for worker in workers:
+                    if worker in self.roster:
+                        reason = because(ReasonKind.JOB_ENDED)
+                        self.worlds.staff.release(self.roster[worker], reason)
             case events.WorkerReconnected() if self._has_finished(event.worker):
                 # The script is still running code after training.
                 self.reconnections.reconnected(event)

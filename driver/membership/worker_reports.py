@@ -13,7 +13,7 @@ from elastic.driver.membership.worlds.gathering import Kind
 from elastic.driver.membership.worlds.part import Part
 from elastic.driver.membership.worlds.worlds import Phase, Worlds
 from elastic.driver.reasons import ReasonKind, as_sentence, because
-from elastic.protocol.messages import Commit, Worker
+from elastic.protocol.messages import Address, Commit, Worker
 
 BEFORE = "model before the gradients became infinite or NaN"
 
@@ -39,6 +39,10 @@ class WorkerReports(Part):
             IllegalEvent: the event is impossible in the current state, which indicates a bug.
         """
         match event:
+            case events.WorkersReady():
+                self.ready_together(event)
+            case events.WorkersResumed():
+                self.resumed_together(event)
             case events.WorkerReady():
                 self.ready(event)
             case events.WorkerResumed():
@@ -74,13 +78,49 @@ class WorkerReports(Part):
         self.worlds.welcome(record)
 
     def ready(self, event: events.WorkerReady) -> None:
-        record = self.roster.get(event.worker)
+        self._ready(event.worker, event, event.store)
+
+    def ready_together(self, event: events.WorkersReady) -> None:
+        """Handle merged reports as if each worker had sent its own."""
+        worlds, now, number = self.worlds, self.actions.now, event.number
+        usual = event.generation == worlds.generation and worlds.phase is Phase.GATHERING
+        places, commit, kept = worlds.world.places, event.commit, event.kept.commits
+        host, layout, running = event.address, event.layout, event.running
+        moved: list[WorkerRecord] = []
+        for worker, port in zip(event.workers, event.ports, strict=True):
+            record = self.roster.get(worker)
+            if (
+                not usual
+                or record is None
+                or record.stage is not WorkerStage.MEMBER
+                or record.frozen
+                or not record.readies < number
+                or worker not in places
+            ):
+                self._ready(worker, event, Address(host, port))
+                continue
+            record.readies, record.stands_by = number, False
+            record.commit, record.kept, record.store = commit, kept, Address(host, port)
+            record.layout, record.running = layout, running
+            if record.inside:
+                record.inside = ""
+            record.moved_at = record.waits_since = now
+            moved.append(record)
+        if moved:
+            self.roster.move(moved, WorkerStage.READY)
+            worlds.trained = worlds.trained or running
+            self.staff.has_waiting_starts()
+
+    def _ready(
+        self, worker: Worker, event: events.WorkerReady | events.WorkersReady, store: Address
+    ) -> None:
+        record = self.roster.get(worker)
         if record is None or record.stage is WorkerStage.DISMISSED:
             if record is not None and record.killed_for:
                 # The worker is alive. The driver had stopped waiting for its exit, because the kill could not reach it.
                 self.staff.part_again(record)
             return
-        if event.worker in self.worlds.world.places and event.generation != self.worlds.generation:
+        if worker in self.worlds.world.places and event.generation != self.worlds.generation:
             return  # The worker has not received the message about the new world yet.
         if 0 < event.number < record.readies:
             return  # Ignore the message, because its wait has already ended.
@@ -94,19 +134,19 @@ class WorkerReports(Part):
             self.staff.release(record, because(ReasonKind.RETURNED_BEFORE))
             return
         was_at_work = record.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)
-        record.commit, record.kept, record.store = event.commit, event.kept.commits, event.store
+        record.commit, record.kept, record.store = event.commit, event.kept.commits, store
         record.layout, record.running = event.layout, event.running
         self.worlds.trained = self.worlds.trained or event.running
         record.moved(self.actions.now)
         record.waits_since = self.actions.now
         self.staff.has_waiting_starts()
-        if event.worker not in self.worlds.world.places:
+        if worker not in self.worlds.world.places:
             self._newcomer_ready(record)
             return
         record.stage = WorkerStage.READY
         if was_at_work and self.worlds.phase in (Phase.TRAINING, Phase.PREPARING, Phase.ENDING):
             if self.worlds.world.running:
-                fell_out = because(ReasonKind.FELL_OUT, worker=str(event.worker))
+                fell_out = because(ReasonKind.FELL_OUT, worker=str(worker))
                 self.worlds.break_up(fell_out, failure=False)
             else:
                 # This is the first worker that has finished its user code outside elastic.run. The others are not
@@ -149,6 +189,25 @@ class WorkerReports(Part):
         report = self.worlds.world.resumed(event, self.actions.now)
         if report is not None:
             self.actions.add(report)
+
+    def resumed_together(self, event: events.WorkersResumed) -> None:
+        """Handle merged reports as if each worker had sent its own."""
+        now, roster = self.actions.now, self.roster
+        if event.generation != self.worlds.generation:
+            return
+        records = [record for worker in event.workers if (record := roster.get(worker)) is not None]
+        for record in records:
+            if record.resumed_at is None:
+                record.resumed_at = now
+            record.moved_at = now
+        world = self.worlds.world
+        if len(records) == len(event.workers):
+            reports = [world.resumed_together(event, now)]
+        else:
+            reports = [world.resumed(each, now) for each in event.each() if each.worker in roster]
+        for report in reports:
+            if report is not None:
+                self.actions.add(report)
 
     def digested(self, event: events.WorkerDigested) -> None:
         record = self.roster.get(event.worker)

@@ -85,13 +85,19 @@ class ChangeWaits(ViewReader):
     def happened(self, event: events.Event, actions: Sequence[events.Action], now: float) -> None:
         if self._since is None:
             return
-        if isinstance(event, events.WorkerReady):
-            if event.worker in self.view.ranks:
+        ready: Sequence[Worker] = ()
+        match event:
+            case events.WorkerReady(worker):
+                ready = (worker,)
+            case events.WorkersReady(workers):
+                ready = workers
+        for worker in ready:
+            if worker in self.view.ranks:
                 # A member has reached a commit, so this wait is over. If other members do not reach it, `Stalls`
                 # detects that.
                 self._over(now, reached=True)
-            else:
-                self._add(self.view.workers.get(event.worker))
+                break
+            self._add(self.view.workers.get(worker))
         for worker in self.view.exited:
             self._joining.pop(worker, None)
 

@@ -256,8 +256,21 @@ class JobView:
     def _happened(self, event: events.Event, now: float) -> None:
         match event:
             # the cases are ordered by frequency, most frequent first
-            case events.WorkerResumed():
+            case events.WorkerResumed() | events.WorkersResumed():
                 pass
+            case events.WorkersReady(workers, running=running):
+                for worker in workers:
+                    known = self.workers.get(worker) or self._known(worker)
+                    if known is None:
+                        continue
+                    known.running = running
+                    if known.stage is Stage.IN_WORLD:  # the usual case
+                        known.stage = Stage.READY
+                        self.touched.append(known)
+                    else:
+                        self._move(known, Stage.READY)
+                self._knows(event.commit, now)
+                self._counts(event.commit, event.step)
             case events.WorkerSpent(worker):
                 self._known(worker)
                 self._knows(event.commit, now)
@@ -437,7 +450,11 @@ class JobView:
         self.trains = any(known.running for known in members)
         stage = Stage.CONNECTED if self.prepares else Stage.IN_WORLD
         for known in members:
-            self._move(known, stage)
+            if known.stage is Stage.READY:  # the usual case
+                known.stage = stage
+                self.touched.append(known)
+            else:
+                self._move(known, stage)
 
     def _counts(self, commit: Commit | None, step: int | None) -> None:
         if commit is not None and step is not None:

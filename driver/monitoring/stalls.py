@@ -153,7 +153,7 @@ class Stalls(ViewReader):
         for worker in view.exited:
             self._gone(worker, now, StallEnd.LOST)
         match event:
-            case events.WorkerResumed() | events.WorkerSpent():
+            case events.WorkerResumed() | events.WorkersResumed() | events.WorkerSpent():
                 pass  # frequent: skip the other cases
             case events.WorkerProgressed(worker, generation):
                 if generation == view.generation and worker in self._ranks and self._whole:
@@ -165,12 +165,10 @@ class Stalls(ViewReader):
                 if generation == view.generation and event.over_s > 0 and event.collectives:
                     self._paced(event, now)
             case events.WorkerReady(worker):
-                if worker in self._ranks and self._whole:
-                    self._leave(worker, now)
-                    if view.trains:
-                        self._enter(worker, ("", -1), OpenWait(now, now, "", ""))
-                    # A worker that waits in init() or has just entered elastic.run is not a culprit.
-                    self._late.pop(worker, None)
+                self._ready(worker, now)
+            case events.WorkersReady(workers):
+                for worker in workers if self._whole else ():
+                    self._ready(worker, now)
             case events.WorkerReturned(worker):
                 self._leave(worker, now)
                 self._late.pop(worker, None)
@@ -199,6 +197,14 @@ class Stalls(ViewReader):
                 self._over(now, StallEnd.JOB_ENDED)
             case _:
                 pass
+
+    def _ready(self, worker: Worker, now: float) -> None:
+        if worker in self._ranks and self._whole:
+            self._leave(worker, now)
+            if self.view.trains:
+                self._enter(worker, ("", -1), OpenWait(now, now, "", ""))
+            # A worker that waits in init() or has just entered elastic.run is not a culprit.
+            self._late.pop(worker, None)
 
     def _progressed(self, event: events.WorkerProgressed, now: float) -> None:
         worker, key = event.worker, (event.inside, event.entered)

@@ -209,6 +209,9 @@ class TimeSpent(ViewReader):
             case events.WorkerReady(worker, running=running):
                 if worker in self.view.ranks and self._stretch == "training":
                     self._stop(now, first=running and not self.view.trains)
+            case events.WorkersReady(workers, running=running) if self._stretch == "training":
+                if not self.view.ranks.keys().isdisjoint(workers):
+                    self._stop(now, first=running and not self.view.trains)
             case events.DriverRestarted():
                 # The driver does not know when training began under the previous driver, so all time counts as
                 # training.

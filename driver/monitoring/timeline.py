@@ -122,6 +122,8 @@ class Timeline:
                     copied_bytes=copied_bytes,
                     **phases,
                 )
+            case events.WorkersResumed():
+                return [line for each in event.each() for line in self._happened(each)]
             case events.HostsChanged(hosts):
                 return self._instant(
                     "workers", "hosts", **dict(list(hosts.items())[:MEMBERS_SHOWN])

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from elastic.protocol.calls import Calls
 
-VERSION = 6
+VERSION = 7
 # maximum size of a frame in bytes; only the return value of a function needs a frame this large
 FRAME_LIMIT = 64 * 1024 * 1024
 RESULT_LIMIT = FRAME_LIMIT - 4096  # maximum size of a function's return value in bytes

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 
 from elastic.chaos.invariants.invariants import Summary, check_journal
+from elastic.driver.events import WorkersReady, WorkersResumed
+from elastic.driver.journal.entries import entry_of
 from elastic.driver.journal.journal import read
 from elastic.driver.reasons import Reason
 from harness import forked as forks
@@ -104,7 +106,8 @@ class Job(Program):
         for record in [json.loads(line) for line in whole.split(b"\n") if line]:
             self._records.append(record)
             if event := record.get("event"):
-                self._events[event["type"]].append(event)
+                for each in _single(event):
+                    self._events[each["type"]].append(each)
             for action in record.get("actions") or []:
                 self._actions[action["type"]].append(action)
 
@@ -186,3 +189,12 @@ def elasticrun() -> str:
 
 def split(words: str | Sequence[str | Path]) -> list[str]:
     return shlex.split(words) if isinstance(words, str) else [str(word) for word in words]
+
+
+def _single(event: Json) -> list[Json]:
+    """Return the reports of the workers whose host has merged them, and any other event alone."""
+    if event["type"] not in ("WorkersReady", "WorkersResumed"):
+        return [event]
+    merged = entry_of({"event": event}).event
+    assert isinstance(merged, WorkersReady | WorkersResumed)
+    return [msgspec.to_builtins(each) for each in merged.each()]

@@ -14,6 +14,7 @@ from elastic.driver.events import (
     ShardsDivided,
     WorkerDigested,
     WorkerResumed,
+    WorkersResumed,
 )
 from elastic.driver.membership.records.roster import Roster, WorkerStage
 from elastic.driver.membership.scheduling import rank_order
@@ -46,7 +47,7 @@ class World:
     back_to: int | None = None
     places: dict[Worker, Place] = field(init=False)
     # Reports of the members that resumed. The values are None after all have resumed, to keep snapshots small.
-    _resumed: dict[Worker, WorkerResumed | None] = field(default_factory=dict)
+    _resumed: dict[Worker, WorkerResumed | WorkersResumed | None] = field(default_factory=dict)
     _digests: dict[Commit, tuple[Worker, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,13 +62,30 @@ class World:
         if event.worker in self._resumed:
             return None
         self._resumed[event.worker] = event
+        return self._all_resumed(now)
+
+    def resumed_together(self, event: WorkersResumed, now: float) -> ReportRecovery | None:
+        """Record that several members resumed, as if `resumed` were called for each of them."""
+        if not self._resumed.keys().isdisjoint(event.workers):
+            found = [self.resumed(each, now) for each in event.each()]
+            return next((report for report in found if report is not None), None)
+        self.trained = True
+        self._resumed.update(dict.fromkeys(event.workers, event))
+        return self._all_resumed(now)
+
+    def _all_resumed(self, now: float) -> ReportRecovery | None:
         if len(self._resumed) < len(self.members):
             return None
-        reports = [report for report in self._resumed.values() if report is not None]
+        # Merged reports occur once for each of their workers.
+        reports = [
+            *{id(each): each for each in self._resumed.values() if each is not None}.values()
+        ]
         self._resumed = dict.fromkeys(self._resumed)
         phases: dict[str, float] = {"gathered": (self.published_at - self.cause_at) * 1e3}
         for report in reports:
-            for phase, ms in report.phases_ms.items():
+            merged = isinstance(report, WorkersResumed)
+            for phase, times in report.phases_ms.items():
+                ms = max(times) if merged else times
                 phases[phase] = max(ms, phases.get(phase, 0.0))
         return ReportRecovery(
             generation=self.generation,
@@ -76,7 +94,10 @@ class World:
             size=len(self.members),
             total_ms=(now - self.cause_at) * 1e3,
             phases_ms=phases,
-            copied_bytes=sum(report.copied_bytes for report in reports),
+            copied_bytes=sum(
+                sum(each.copied_bytes) if isinstance(each, WorkersResumed) else each.copied_bytes
+                for each in reports
+            ),
             from_checkpoint=any(report.from_checkpoint for report in reports),
             back_to=self.back_to,
             shards=_divided(reports),
@@ -103,8 +124,12 @@ class World:
         return wrong, right
 
 
-def _divided(reports: Sequence[WorkerResumed]) -> ShardsDivided | None:
-    parts = [(report.worker.host, report.shards) for report in reports if report.shards is not None]
+def _divided(reports: Sequence[WorkerResumed | WorkersResumed]) -> ShardsDivided | None:
+    parts = [
+        (report.worker.host, report.shards)
+        for report in reports
+        if isinstance(report, WorkerResumed) and report.shards is not None
+    ]
     if len(parts) < len(reports):
         return None
     hosts: dict[int, set[str]] = {}

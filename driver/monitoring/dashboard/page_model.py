@@ -282,8 +282,10 @@ class PageModel(ViewReader):
     def _happened(self, event: events.Event) -> None:
         grid, now = self._grid, self.now
         match event:
-            case events.WorkerResumed():
+            case events.WorkerResumed() | events.WorkersResumed():
                 pass  # frequent: skip the other cases
+            case events.WorkersReady(workers):
+                grid.left(*workers)
             case events.WorkerPaced(worker, over_s=over_s) if over_s > 0:
                 grid.paced(worker, event.waited_s, over_s, event.commits)
             case events.WorkerProgressed(worker, inside=inside):

@@ -232,7 +232,7 @@ class JobHistory(ViewReader):
             self._counted = self.view.commits
             self.commits.add(now, float(self._counted))
         match event:
-            case events.WorkerReady(running=running):
+            case events.WorkerReady(running=running) | events.WorkersReady(running=running):
                 self._running = self._running or running
             case events.WorkerRaised(worker):
                 self._lost(of_raised(event, now, self._rank(worker)), now)

@@ -43,8 +43,8 @@ def bytes_to_each(workers: int, folder: Path) -> float:
     assert together.size == survivors
     # One message to each host that its world is over, and one with the places of its workers ...
     assert told.heard == 2 * (survivors // SLOTS)
-    # ... and from each that it is ready, and that it trains.
-    assert told.said == 2 * survivors
+    # ... and from each that all of its workers are ready, and that all train.
+    assert told.said == 2 * (survivors // SLOTS)
     return together.bytes_told / survivors
 
 

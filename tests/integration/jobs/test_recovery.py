@@ -72,6 +72,20 @@ def test_training_survives_sigkill_of_workers_at_any_moment(job):
     History(training).check(steps=400)
 
 
+def test_agent_merges_the_reports_of_its_workers_after_a_loss(job):
+    flags = f"-H localhost:3 --resume {STAY_AWAY}"
+    training = started(job, 3, flags, STEPS="200", HOLD="150:size=2")
+    training.wait_for_world(3)
+    until_steps(training, 30)
+    training.kill(2)
+    training.wait_for_world(2)
+    training.succeed()
+    History(training).check(steps=200)
+    # When the world ended and when the next one began, both survivors reported at about the same time.
+    kinds = Counter(record["event"]["type"] for record in training.records() if "event" in record)
+    assert kinds["WorkersReady"] + kinds["WorkersResumed"] > 0
+
+
 @pytest.mark.nightly
 def test_losses_equal_an_undisturbed_run_when_few_commits_are_copied(job):
     """The steps since the newest copy are repeated after a kill, and none at a planned change."""

@@ -44,6 +44,8 @@ class JournalFacts:
                 self.durable_in = event["commit"][0]
             case "WorkerResumed" if event["generation"] == self.generation:
                 self.resumed.add(named(event["worker"]))
+            case "WorkersResumed" if event["generation"] == self.generation:
+                self.resumed |= set(map(named, event["workers"]))
             case "WorkerDigested" if event["commit"][0] == self.generation:
                 self.commits = max(self.commits, event["commit"][1])
         for action in entry.get("actions") or ():

@@ -24,6 +24,7 @@ import msgspec
 from elastic.driver.agents.driver_choice import AgentState
 from elastic.driver.agents.driver_connection import Uplink
 from elastic.driver.agents.host_agent import HERE_S
+from elastic.driver.agents.merged_reports import Relayed, ReportMerger
 from elastic.driver.agents.messages import (
     AgentId,
     AgentMessage,
@@ -31,7 +32,6 @@ from elastic.driver.agents.messages import (
     Beat,
     Detach,
     Drop,
-    Heard,
     Here,
     Kill,
     Probe,
@@ -127,13 +127,15 @@ class LightAgent:
         self.state = AgentState()
         self._fleet = fleet
         self._here_sent_at = 0.0
+        self._merger = ReportMerger()
+        self._merging: asyncio.TimerHandle | None = None
         self.uplink = Uplink(
             AgentId(host, time.time_ns()),
             fleet.secret,
             fleet.find,
             opened=lambda: None,
             received=self._received,
-            closed=lambda reason: None,
+            closed=lambda reason: self._merger.reset(),
             missing=lambda reason: None,
             lease_s=fleet.lease_s,
         )
@@ -144,8 +146,9 @@ class LightAgent:
     def crash(self) -> None:
         self._running.cancel()
         self.workers.clear()
-        if self._ticking is not None:
-            self._ticking.cancel()
+        for timer in (self._ticking, self._merging):
+            if timer is not None:
+                timer.cancel()
 
     def train(self, generation: int) -> None:
         """Continue training: all members of this world have reached its first collective."""
@@ -160,6 +163,7 @@ class LightAgent:
                 self._fleet.told(message)
                 if isinstance(word, messages.World):
                     self.state.record_world(word.generation)
+                self._relay(self._merger.sent(workers, word))
                 for each in workers:
                     found = self.workers.get(each)
                     if found is not None:
@@ -167,6 +171,7 @@ class LightAgent:
             case TellPlaces(members, world):
                 self._fleet.told(message)
                 self.state.record_world(world.generation)
+                self._relay(self._merger.sent([each for each, _ in members], world))
                 for each, place in members:
                     found = self.workers.get(each)
                     if found is not None:
@@ -224,11 +229,27 @@ class LightAgent:
         if self.workers.pop(worker, None) is not None:
             event = WorkerExited(worker, code)
             self.state.exited(event)
+            self._relay(self._merger.gone(worker))
             self._say(Seen(WorkerDisconnected(worker)))
             self._say(Seen(event))
 
     def _worker_message(self, worker: Worker, message: Message) -> None:
-        self._say(Heard(worker, message))  # type: ignore[arg-type]
+        now = asyncio.get_running_loop().time()
+        self._relay(self._merger.received(worker, message, now))
+
+    def _relay(self, relayed: Sequence[Relayed]) -> None:
+        for message in relayed:
+            self._say(message)
+        at = self._merger.flush_at
+        if self._merging is not None and self._merging.when() != at:
+            self._merging.cancel()
+            self._merging = None
+        if self._merging is None and at is not None:
+            self._merging = asyncio.get_running_loop().call_at(at, self._flush)
+
+    def _flush(self) -> None:
+        self._merging = None
+        self._relay(self._merger.flush())
 
     def _say(self, message: AgentMessage) -> None:
         self._fleet.said += 1

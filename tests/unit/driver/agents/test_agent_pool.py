@@ -24,6 +24,7 @@ from elastic.driver.agents.messages import (
     CallForBandwidth,
     Detach,
     Heard,
+    HeardTogether,
     Here,
     Kill,
     Registered,
@@ -60,6 +61,8 @@ from elastic.driver.events import (
     Report,
     TimePassed,
     WorkerExited,
+    WorkersReady,
+    WorkersResumed,
 )
 from elastic.protocol import messages as protocol
 from elastic.protocol.messages import Address, Worker
@@ -218,12 +221,30 @@ def test_host_whose_clock_went_back_is_accepted_again():
     assert talk.here(earlier) == [PostToDriver(HostReported("here", [], []))]
 
 
+def test_merged_reports_are_one_event_of_the_driver():
+    talk = Talk()
+    talk.here(FIRST, A, A2)
+    for event in (
+        WorkersReady([A, A2], [1, 2], 1, None, "10.0.0.1"),
+        WorkersResumed([A, A2], 2, {"told": [1.0, 2.0]}),
+    ):
+        assert talk.hear(AgentMessageReceived(FIRST, HeardTogether(event))) == [PostToDriver(event)]
+
+
 def test_agent_reports_only_its_own_workers():
     talk = Talk()
     talk.here(FIRST)
-    for lie in (Heard(B, protocol.Returned(1)), Seen(WorkerExited(B, 0)), registered(B)):
+    for lie in (
+        Heard(B, protocol.Returned(1)),
+        Seen(WorkerExited(B, 0)),
+        registered(B),
+        HeardTogether(WorkersReady([A, B], [1, 2], 1, None, "10.0.0.1")),
+        HeardTogether(WorkersReady([A, A2], [1], 1, None, "10.0.0.1")),
+        HeardTogether(WorkersResumed([A, A2], 2, {"told": [1.0, 2.0], "group": [1.0]})),
+        HeardTogether(WorkersResumed([A, A2], 2, {}, [1])),
+    ):
         assert talk.hear(AgentMessageReceived(FIRST, lie)) == [DisconnectAgent(FIRST)]
-    assert talk.log == ["disconnected agent here#5: it reported a worker of another host"] * 3
+    assert len(talk.log) == 7
 
 
 def test_connected_agent_that_sends_nothing_is_lost():

@@ -137,5 +137,7 @@ def test_kept_journals_contain_nearly_every_kind_of_event_and_action(tmp_path):
         "WorkerMerged",
         "WorkerMiscomputed",
         "WorkerReconnected",
+        "WorkersReady",
+        "WorkersResumed",
     }
     assert known - found <= elsewhere
