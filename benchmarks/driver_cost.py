@@ -31,6 +31,7 @@ from elastic.driver.journal.file_journal import FileArchive, FileJournal
 from elastic.driver.journal.journal import SnapshotPolicy
 from elastic.driver.journal.segment_files import older_segments
 from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.records.garbage_collection import uncollected
 from elastic.driver.membership.snapshot import restore_snapshot, take_snapshot
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.job_view import JobView
@@ -85,9 +86,10 @@ class Job:
         """Handle reports of all workers. They are queued faster than the driver handles them."""
         remaining = iter(reports)
         while batch := list(itertools.islice(remaining, AT_ONCE)):
-            for event in batch[:-1]:
-                self.post(event, more=True)
-            self.post(batch[-1])
+            with uncollected():
+                for event in batch[:-1]:
+                    self.post(event, more=True)
+                self.post(batch[-1])
 
     def start(self) -> None:
         self.post(events.HostsChanged(self.hosts))

@@ -44,6 +44,7 @@ from elastic.driver.launch.worker_environment import (
     worker_environment,
 )
 from elastic.driver.membership.membership import may_defer
+from elastic.driver.membership.records.garbage_collection import uncollected
 from elastic.driver.membership.scheduling.rank_order import copy_groups
 from elastic.driver.membership.torch_versions import Versions
 from elastic.driver.membership.worker_messages import event_of
@@ -454,11 +455,12 @@ class Driver:
     async def _handle(self, first: tuple[float, events.Event]) -> None:
         decided: list[tuple[events.Event, list[events.Action]]] = []
         arrived: tuple[float, events.Event] | None = first
-        while arrived is not None:
-            at, event = arrived
-            more = not self._mailbox.empty() and len(decided) + 1 < AT_ONCE
-            decided.append((event, self._decide(event, at, more=more and may_defer(event))))
-            arrived = self._mailbox.get_nowait() if more else None
+        with uncollected():
+            while arrived is not None:
+                at, event = arrived
+                more = not self._mailbox.empty() and len(decided) + 1 < AT_ONCE
+                decided.append((event, self._decide(event, at, more=more and may_defer(event))))
+                arrived = self._mailbox.get_nowait() if more else None
         await self._written(self._journal.settle())
         for event, actions in decided:
             self._carry_out(event, actions)

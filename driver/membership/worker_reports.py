@@ -84,7 +84,7 @@ class WorkerReports(Part):
         """Handle merged reports as if each worker had sent its own."""
         worlds, now, number = self.worlds, self.actions.now, event.number
         usual = event.generation == worlds.generation and worlds.phase is Phase.GATHERING
-        places, commit, kept = worlds.world.places, event.commit, event.kept.commits
+        commit, kept = event.commit, event.kept.commits
         host, layout, running = event.address, event.layout, event.running
         moved: list[WorkerRecord] = []
         for worker, port in zip(event.workers, event.ports, strict=True):
@@ -92,10 +92,9 @@ class WorkerReports(Part):
             if (
                 not usual
                 or record is None
-                or record.stage is not WorkerStage.MEMBER
+                or record.stage is not WorkerStage.MEMBER  # of the last world
                 or record.frozen
                 or not record.readies < number
-                or worker not in places
             ):
                 self._ready(worker, event, Address(host, port))
                 continue

@@ -287,5 +287,5 @@ class Roster(dict[Worker, WorkerRecord]):
 
     def live(self, members: Iterable[Worker]) -> list[WorkerRecord]:
         """Return the records of all ``members`` that are alive and not dismissed, in the order of ``members``."""
-        found = (self.get(worker) for worker in members)
-        return [s for s in found if s is not None and s.stage is not WorkerStage.DISMISSED]
+        dismissed = WorkerStage.DISMISSED
+        return [s for s in map(self.get, members) if s is not None and s.stage is not dismissed]

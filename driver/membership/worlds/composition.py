@@ -58,7 +58,10 @@ def compose(
     newest = newest_of(held)
     holders = (s for s, commit in zip(old, held, strict=True) if commit == newest)
     expected = next((s.layout for s in chain(holders, new[: not old]) if s.layout), layout)
-    rejected = [s for s in chain(old, new) if expected and s.layout not in ("", expected)]
+    rejected = []
+    if expected:
+        fit = ("", expected)
+        rejected = [s for s in chain(old, new) if s.layout not in fit]
     odd = set(rejected)
     fitting = [s for s in old if s not in odd] if odd else [*old]
     willing = [s for s in new if s not in odd and not s.leaving]

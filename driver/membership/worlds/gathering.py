@@ -140,7 +140,7 @@ def candidates(
         (of init() or of elastic.run).
     """
     of = {s.worker: s for s in ready}
-    old = [of[worker] for worker in members if worker in of]
+    old = [s for s in map(of.get, members) if s is not None]
     new: list[WorkerRecord] = []
     if len(old) < len(ready):
         known = set(members)
