@@ -83,9 +83,8 @@ class World:
         self._resumed = dict.fromkeys(self._resumed)
         phases: dict[str, float] = {"gathered": (self.published_at - self.cause_at) * 1e3}
         for report in reports:
-            merged = isinstance(report, WorkersResumed)
             for phase, times in report.phases_ms.items():
-                ms = max(times) if merged else times
+                ms = max(times) if isinstance(times, list) else times
                 phases[phase] = max(ms, phases.get(phase, 0.0))
         return ReportRecovery(
             generation=self.generation,

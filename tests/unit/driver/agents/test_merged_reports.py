@@ -16,7 +16,7 @@ from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import take_snapshot
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.job_view import JobView
-from elastic.driver.monitoring.time_spent import TimeSpent
+from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.settings import Settings
 from elastic.protocol import messages
 from elastic.protocol.messages import (
@@ -80,6 +80,7 @@ def test_resumed_workers_are_merged_with_the_times_of_each():
     merger.sent([A, B], world(2))
     assert merger.received(A, resumed(A, copied=7), 1.0) == []
     [together] = merger.received(B, resumed(B), 1.0)
+    assert isinstance(together, HeardTogether)
     assert [*together.event.each()] == [
         events.WorkerResumed(A, 2, {"told": 1.5, "group": 20.0}, 7),
         events.WorkerResumed(B, 2, {"told": 1.5, "group": 21.0}),
