@@ -57,7 +57,7 @@ def test_light_tests_are_counted_by_processor_time(monkeypatch):
     for name in ("simulation/test_a", "unit/test_b", "unit/driver/test_c"):
         took(f"tests/{name}.py::test_it", 900.0, 20.0)
     took("tests/integration/collectives/test_ops.py::test_it[2-ranks]", 900.0, 500.0)
-    took("tests/integration/collectives/test_shared.py::test_it", 80.0, 500.0)
+    took("tests/integration/collectives/test_store.py::test_it", 80.0, 500.0)
     session = create_autospec(pytest.Session, instance=True)
     costs.pytest_sessionfinish(session, pytest.ExitCode.OK)
     (sentence,) = costs.trouble
