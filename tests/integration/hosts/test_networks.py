@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import os
 import secrets
 import shutil
@@ -37,6 +38,7 @@ from harness.golden import raises
 from harness.history import SCRIPTS, STAY_AWAY, History, sizes
 from harness.job import Job, elasticrun
 from harness.ports import free_port
+from harness.waiting import wait_until
 
 HERE, THERE = "fd77::1", "fd77::2"
 CLONE_NEWNET = 0x40000000
@@ -121,10 +123,17 @@ def link() -> Iterator[Ends]:
             _ip("-n", end, "link set lo up")
             _ip("-n", end, f"address add {address}/64 dev eth1 nodad")
             _ip("-n", end, "link set eth1 up")
+        for end in ends:  # The kernel reports the state of the link a moment after it is up.
+            wait_until(functools.partial(has_carrier, end), "the link between the namespaces", 20.0)
         yield ends
     finally:
         for end in ends:
             _ip("netns delete", end, check=False)
+
+
+def has_carrier(end: str) -> bool:
+    with inside(end):
+        return all(each.up for each in own_addresses() if each.name == "eth1")
 
 
 def _ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
