@@ -535,7 +535,10 @@ class AgentPool:
 
 
 def _reports_of(event: WorkersReady | WorkersResumed, host: str) -> bool:
-    """Return whether merged reports contain a value for each of their workers, which all belong to the host."""
+    """Return whether merged reports are valid.
+
+    Their workers must be distinct workers of the host, and each column must contain one value for each of them.
+    """
     columns: list[Sized] = []
     match event:
         case WorkersReady(ports=ports):
@@ -543,6 +546,8 @@ def _reports_of(event: WorkersReady | WorkersResumed, host: str) -> bool:
         case WorkersResumed(phases_ms=phases_ms, copied_bytes=copied):
             columns = [*phases_ms.values(), *([copied] if copied else [])]
     workers = event.workers
-    return all(len(each) == len(workers) for each in columns) and all(
-        worker.host == host for worker in workers
+    return (
+        0 < len(workers) == len(set(workers))
+        and all(len(each) == len(workers) for each in columns)
+        and all(worker.host == host for worker in workers)
     )

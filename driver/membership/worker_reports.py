@@ -6,6 +6,8 @@ handled in `failures`, and workers without progress in `failure_detection`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elastic.driver import events
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.records.roster import AT_STAKE, WorkerRecord, WorkerStage
@@ -89,6 +91,8 @@ class WorkerReports(Part):
         moved: list[WorkerRecord] = []
         for worker, port in zip(event.workers, event.ports, strict=True):
             record = self.roster.get(worker)
+            if record is not None and record.stage is WorkerStage.STARTING:
+                continue  # The agent is faulty: all members of a world have connected.
             if (
                 not usual
                 or record is None
@@ -96,6 +100,9 @@ class WorkerReports(Part):
                 or record.frozen
                 or not record.readies < number
             ):
+                # Move the preceding workers first, because workers are ordered by when they became ready.
+                self._move_to_ready(moved)
+                moved = []
                 self._ready(worker, event, Address(host, port))
                 continue
             record.readies, record.stands_by = number, False
@@ -105,9 +112,13 @@ class WorkerReports(Part):
                 record.inside = ""
             record.moved_at = record.waits_since = now
             moved.append(record)
-        if moved:
-            self.roster.move(moved, WorkerStage.READY)
-            worlds.trained = worlds.trained or running
+        self._move_to_ready(moved)
+
+    def _move_to_ready(self, members: Sequence[WorkerRecord]) -> None:
+        """Change the stage of members whose records already contain their reports."""
+        if members:
+            self.roster.move(members, WorkerStage.READY)
+            self.worlds.trained = self.worlds.trained or members[0].running
             self.staff.has_waiting_starts()
 
     def _ready(
@@ -182,6 +193,8 @@ class WorkerReports(Part):
         record = self.roster.get(event.worker)
         if record is None or event.generation != self.worlds.generation:
             return
+        if event.worker not in self.worlds.world.places:
+            return  # The agent is faulty: only members resume.
         if record.resumed_at is None:
             record.resumed_at = self.actions.now
         record.moved_at = self.actions.now
@@ -194,16 +207,19 @@ class WorkerReports(Part):
         now, roster = self.actions.now, self.roster
         if event.generation != self.worlds.generation:
             return
-        records = [record for worker in event.workers if (record := roster.get(worker)) is not None]
-        for record in records:
+        world = self.worlds.world
+        members = [
+            worker for worker in event.workers if worker in roster and worker in world.places
+        ]
+        for record in map(roster.__getitem__, members):
             if record.resumed_at is None:
                 record.resumed_at = now
             record.moved_at = now
-        world = self.worlds.world
-        if len(records) == len(event.workers):
+        if members and len(members) == len(event.workers):
             reports = [world.resumed_together(event, now)]
         else:
-            reports = [world.resumed(each, now) for each in event.each() if each.worker in roster]
+            known = set(members)
+            reports = [world.resumed(each, now) for each in event.each() if each.worker in known]
         for report in reports:
             if report is not None:
                 self.actions.add(report)

@@ -242,9 +242,13 @@ def test_agent_reports_only_its_own_workers():
         HeardTogether(WorkersReady([A, A2], [1], 1, None, "10.0.0.1")),
         HeardTogether(WorkersResumed([A, A2], 2, {"told": [1.0, 2.0], "group": [1.0]})),
         HeardTogether(WorkersResumed([A, A2], 2, {}, [1])),
+        HeardTogether(WorkersReady([A, A], [1, 2], 1, None, "10.0.0.1")),
+        HeardTogether(WorkersResumed([A, A2, A], 2, {"told": [1.0, 2.0, 3.0]})),
+        HeardTogether(WorkersReady([], [], 1, None, "10.0.0.1")),
+        HeardTogether(WorkersResumed([], 2, {})),
     ):
         assert talk.hear(AgentMessageReceived(FIRST, lie)) == [DisconnectAgent(FIRST)]
-    assert len(talk.log) == 7
+    assert len(talk.log) == 11
 
 
 def test_connected_agent_that_sends_nothing_is_lost():

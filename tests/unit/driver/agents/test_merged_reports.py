@@ -13,6 +13,7 @@ from elastic.driver import events
 from elastic.driver.agents.merged_reports import HOLD_S, ReportMerger
 from elastic.driver.agents.messages import Heard, HeardTogether, from_agent
 from elastic.driver.membership.membership import Membership
+from elastic.driver.membership.records.roster import WorkerStage
 from elastic.driver.membership.snapshot import take_snapshot
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.job_view import JobView
@@ -33,6 +34,7 @@ from elastic.protocol.messages import (
     World,
     encoded,
 )
+from harness.conversation import exited, has, hosts, running, started, the
 
 A, B, C = (Worker("h", slot) for slot in range(3))
 MERGING = (2, 3, 6, 7)  # seeds whose agents merge reports
@@ -241,3 +243,43 @@ def test_reports_after_the_end_of_the_job_release_their_workers():
     event = events.WorkersReady([A, B], [1, 2], 0, None, "10.0.0.1")
     actions = membership.handle(event, 4.0)
     assert [type(each) for each in actions] == [events.LetGo] * 2
+
+
+def test_order_of_ready_workers_is_that_of_the_report_when_one_of_them_is_frozen():
+    talk = running(4)
+    talk.tell(exited("h:3"))
+    members = [Worker("h", slot, 1) for slot in range(3)]
+    talk.m.roster[members[1]].frozen = "stopped by a signal"
+    event = events.WorkersReady(members, [1, 2, 3], 2, Commit(2, 5), "10.0.0.1", "x", number=9)
+    talk.m.handle(event, talk.now, more=True)
+    assert [record.worker for record in talk.m.roster.at(WorkerStage.READY)] == members
+
+
+def test_invalid_merged_reports_change_nothing():
+    talk = running(3, workers_max=4)
+    talk.tell(hosts(h=4))
+    starting = Worker("h", 3, 1)
+    assert talk.m.roster[starting].stage is WorkerStage.STARTING
+    before = [record.stage for record in talk.m.roster.values()]
+    for event in (
+        events.WorkersReady([starting], [1], 2, None, "10.0.0.1"),
+        events.WorkersReady([Worker("h", 9, 1)], [1], 2, None, "10.0.0.1"),
+        events.WorkersReady([], [], 2, None, "10.0.0.1"),
+        events.WorkersResumed([starting, Worker("h", 9, 1)], 2, {"told": [1.0, 1.0]}),
+        events.WorkersResumed([], 2, {}),
+    ):
+        assert talk.tell(event) == []
+        assert [record.stage for record in talk.m.roster.values()] == before
+
+
+def test_worker_outside_the_world_does_not_count_as_resumed():
+    talk = started(3, workers_max=4)
+    talk.ready("h:0", "h:1", "h:2")
+    talk.tell(hosts(h=4))
+    together = events.WorkersResumed(
+        [Worker("h", 0, 1), Worker("h", 1, 1)], 2, {"told": [1.0, 2.0]}
+    )
+    single = events.WorkerResumed(Worker("h", 3, 1), 2, {"told": 9.0})
+    assert not has(events.ReportRecovery, talk.tell(together, single))
+    others = events.WorkersResumed([Worker("h", 2, 1), Worker("h", 3, 1)], 2, {"told": [3.0, 9.0]})
+    assert the(events.ReportRecovery, talk.tell(others)).phases_ms["told"] == 3.0
