@@ -298,6 +298,7 @@ class HostAgent:
         others = self._agent.alive() if self._workers_of != attach.job else frozenset()
         self._stale |= others
         self._workers_of = attach.job
+        self._merger.serves(attach.job)
         self._in_background(self._register(attach, clear=bool(others)))
 
     async def _register(self, attach: Attach, *, clear: bool) -> None:
@@ -484,7 +485,9 @@ class HostAgent:
     def _noticed(self, event: Event) -> None:
         if isinstance(event, WorkerHealthChecked):
             self._checked[event.worker] = event
-        self._uplink.send(Seen(event))  # type: ignore[arg-type]
+        seen = Seen(cast(Any, event))
+        self._relay(self._merger.observed(seen.event.worker))
+        self._uplink.send(seen)
 
     async def _clear(self, why: str) -> None:
         to_kill = self._agent.alive()

@@ -40,6 +40,7 @@ class ReportMerger:
     def __init__(self, hold_s: float = HOLD_S) -> None:
         self._hold_s = hold_s
         self.flush_at: float | None = None
+        self._job = ""  # ID of the job that the agent serves
         self._generation = 0  # generation of the newest world that was sent to workers of this host
         self._members: set[Worker] = set()  # live members of this world on this host
         self._ready: set[Worker] = (
@@ -49,6 +50,13 @@ class ReportMerger:
         self._kind: type[Report] | None = None
         self._missing: set[Worker] = set()
         self._held: dict[Worker, Report] = {}  # reports of kind `_kind`
+
+    def serves(self, job: str) -> None:
+        """Record the ID of the job that the agent serves. The generations of each job begin at 1."""
+        if job != self._job:
+            self.reset()
+            self._job, self._generation = job, 0
+            self._members, self._ready = set(), set()
 
     def sent(self, workers: Iterable[Worker], message: Any) -> list[Relayed]:
         """Record a message of the driver to workers of this host. Return the messages to send to the driver now."""
@@ -98,6 +106,10 @@ class ReportMerger:
         self._members.discard(worker)
         self._missing.discard(worker)
         return self.flush() if worker in self._held or not self._missing else []
+
+    def observed(self, worker: Worker) -> list[Relayed]:
+        """Return the messages to send to the driver before the agent reports an observation about a worker."""
+        return self.flush() if worker in self._held else []
 
     def flush(self) -> list[Relayed]:
         """Return all held reports as messages to the driver."""

@@ -169,6 +169,32 @@ def test_lost_driver_discards_held_reports(merger):
     assert merger.received(B, ready(B), 2.0) == [Heard(B, ready(B))]  # repeated to the next driver
 
 
+def test_observation_of_a_worker_follows_its_held_report(merger):
+    merger.sent([A, B, C], Broken(2, "lost"))
+    merger.received(A, ready(A), 2.0)
+    assert merger.observed(B) == []
+    assert merger.observed(A) == [Heard(A, ready(A))]
+    assert merger.flush_at is None
+
+
+def test_reports_are_merged_when_the_agent_serves_another_job_with_lower_generations(merger):
+    merger.serves("first")
+    merger.serves("second")
+    merger.sent([A, B], world(1))
+    assert merger.received(A, resumed(A, 1), 3.0) == []
+    [together] = merger.received(B, resumed(B, 1), 3.0)
+    assert together.event.workers == [A, B]
+
+
+def test_generation_of_a_job_is_kept_when_its_next_driver_attaches(merger):
+    merger.serves("first")
+    merger.sent([A, B, C], world(2))
+    merger.reset()
+    merger.serves("first")
+    merger.sent([A, B, C], Broken(2, "lost"))
+    assert merger.received(A, ready(A), 3.0) == []
+
+
 # ---- the driver ------------------------------------------------------------------------------------------------------
 
 
