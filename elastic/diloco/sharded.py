@@ -168,8 +168,9 @@ class ShardedIsland:
     def follow(self) -> None:
         """Move the parameters to the mesh of the island in the current world. Their rows are then uninitialized."""
         mesh = fsdp2.mesh_of(self.model)
+        # get_local_rank() of the mesh is the rank in the current world. The coordinate is that of the mesh's own world.
         if mesh.mesh.tolist() != list(self.group.islands.members) or (
-            mesh.get_local_rank() != self.group.getRank()
+            list(mesh.get_coordinate()) != [self.group.getRank()]
         ):
             fsdp2.remesh(self.model, _mesh(self.group, mesh.device_type, mesh.mesh_dim_names))
 

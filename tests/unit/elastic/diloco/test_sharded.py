@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic
+from elastic.diloco import sharded
 from elastic.diloco.diloco import lacking_islands
+from elastic.diloco.island_group import IslandGroup
+from elastic.diloco.islands import Islands
 from elastic.diloco.rounds import WorldReport
-from elastic.diloco.sharded import TensorShape, divided, gathered, sharded_island
+from elastic.diloco.sharded import ShardedIsland, TensorShape, divided, gathered, sharded_island
 from elastic.errors import Invalid
 from harness.golden import raises
 
@@ -78,3 +82,31 @@ def test_model_that_is_sharded_over_all_ranks_is_refused():
             elastic.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_worker_with_another_rank_in_an_island_of_the_same_ranks_gets_the_rows_of_this_rank(
+    monkeypatch,
+):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def enter(rank: int) -> None:
+        distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+
+    enter(1)
+    try:
+        model: Any = fully_shard(torch.nn.Linear(2, 5), mesh=init_device_mesh("cpu", (2,)))
+        rows = [len(model.weight.to_local())]
+        distributed.destroy_process_group()
+        enter(0)
+        group = create_autospec(IslandGroup, instance=True)
+        group.islands, group.getRank.return_value = Islands(("west", "west"), 0), 0
+        monkeypatch.setattr(sharded, "_mesh", lambda *_: init_device_mesh("cpu", (2,)))
+        ShardedIsland(model, group).follow()
+        rows.append(len(model.weight.to_local()))
+    finally:
+        distributed.destroy_process_group()
+    assert rows == [2, 3]
