@@ -111,7 +111,7 @@ class DiLoCo:
         model: model whose parameters with ``requires_grad`` are averaged. All other parameters and the buffers are not.
             With islands, a DistributedDataParallel over `elastic.island_group`, or a model to which ``fully_shard``
             was applied with `elastic.island_mesh`. The outer parameters and the entries of the outer optimizer are
-            then sharded like the model.
+            then sharded like the model, and in float32 if the model has a 16-bit dtype.
         inner_optimizer: any torch optimizer of the model's parameters.
         outer_optimizer: new torch optimizer of the model's trained parameters. DiLoCo replaces its parameters with the
             outer parameters. Default: SGD with lr 0.7 and Nesterov momentum 0.9.
@@ -142,8 +142,8 @@ class DiLoCo:
 
     Raises:
         Invalid: a number is out of range, an optimizer does not match the model, the model is sharded over another mesh
-            than `elastic.island_mesh`, a sharded model is combined with ``grace_s`` or a quantized dtype, or
-            ``grace_s`` is combined with float16, whose range weighted changes can exceed.
+            than `elastic.island_mesh`, a sharded model is combined with ``grace_s``, a quantized dtype or a fused outer
+            optimizer, or ``grace_s`` is combined with float16, whose range weighted changes can exceed.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class DiLoCo:
         self.names = list(named)
         self.inner: list[torch.Tensor] = list(named.values())
         self.parts = partition([each.numel() for each in self.inner], fragments)
-        self.outer = [torch.nn.Parameter(each.detach().clone()) for each in self.inner]
+        self.outer = [torch.nn.Parameter(self._outer_value(each)) for each in self.inner]
         self.outer_optimizer = self._pointed_to_outer(outer_optimizer)
         self.bytes_sent = 0
         self.lacks_merges = False
@@ -232,6 +232,15 @@ class DiLoCo:
             torch.Tensor
         ] = []  # copy of the outer parameters before the state of another rank is received
 
+    def _outer_value(self, inner: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a parameter, in float32 if it is sharded and has a 16-bit dtype.
+
+        torch's CPU kernels round 16-bit elements at the end of a tensor differently from others. Islands of different
+        sizes divide rows differently, so their outer parameters would differ.
+        """
+        value = inner.detach().clone()
+        return value.float() if self.sharded is not None and value.element_size() == 2 else value
+
     def _pointed_to_outer(self, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         if given is None:
             return torch.optim.SGD(self.outer, lr=0.7, momentum=0.9, nesterov=True)
@@ -243,6 +252,11 @@ class DiLoCo:
             raise Invalid(
                 f"outer_optimizer is {given!r}: pass an optimizer, for example"
                 " torch.optim.SGD(model.parameters(), lr=0.7)"
+            )
+        if self.sharded is not None and any(each.get("fused") for each in given.param_groups):
+            raise Invalid(
+                "the outer optimizer is fused, so its rounding depends on the number of rows of a rank, and the outer"
+                " parameters of islands of different sizes would differ: omit fused=True"
             )
         twins = {id(i): o for i, o in zip(self.inner, self.outer, strict=True)}
         listed = [id(each) for group in given.param_groups for each in group["params"]]
@@ -831,6 +845,7 @@ class DiLoCo:
         with torch.no_grad():
             for i in indices:
                 inner, outer = local_of(self.inner[i]), local_of(self.outer[i])
+                outer = outer.to(inner.dtype)
                 if self.mix:
                     inner.lerp_(outer, 1.0 - self.mix)
                 else:

@@ -124,7 +124,7 @@ class OuterShards:
     def follow(self, division: Division) -> dict[str, torch.Tensor]:
         """Give the outer parameters uninitialized rows in the mesh of the inner ones, which has followed before."""
         for inner, outer in zip(self._diloco.inner, self._diloco.outer, strict=True):
-            rows = torch.empty_like(local_of(inner).detach())
+            rows = torch.empty_like(local_of(inner).detach(), dtype=outer.dtype)
             with torch.no_grad():
                 fsdp2.as_sharded(rows, inner, outer)
             outer.grad = None

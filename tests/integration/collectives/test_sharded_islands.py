@@ -152,6 +152,28 @@ def test_all_ranks_have_bitwise_equal_outer_parameters_from_different_initial_on
             assert all(map(torch.equal, mine, theirs))
 
 
+def merge_changes_in_bfloat16(rank: int, size: int) -> list[torch.Tensor]:
+    import elastic
+
+    torch.manual_seed(1)
+    model = torch.nn.Linear(7, 23, dtype=torch.bfloat16)
+    distributed.fsdp.fully_shard(model, mesh=elastic.island_mesh("cpu"))
+    diloco = elastic.DiLoCo(model, None, every=1)
+    for step in range(6):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        with torch.no_grad():
+            for each in diloco.inner:
+                rows = rows_of(each)
+                rows.add_(torch.randn(rows.shape, generator=generator))
+        diloco.step()
+    return whole(diloco.outer)
+
+
+def test_outer_parameters_of_16_bit_models_are_bitwise_equal_in_islands_of_different_sizes(ranks):
+    first, *others = ranks.run(merge_changes_in_bfloat16)
+    assert all(all(map(torch.equal, first, other)) for other in others)
+
+
 def refused(rank: int, size: int) -> list[str]:
     import elastic
 
@@ -175,9 +197,15 @@ def refused(rank: int, size: int) -> list[str]:
         )
         elastic.DiLoCo(model, None, every=4)
 
+    def fused() -> None:
+        model = sharded(1)
+        outer = torch.optim.AdamW(model.parameters(), fused=True)
+        elastic.DiLoCo(model, None, outer, every=4)
+
     attempt(lambda: build(dtype=torch.int8))
     attempt(lambda: build(grace_s=1.0))
     attempt(ignored)
+    attempt(fused)
     attempt(lambda: elastic.TorchState(diloco=build(), least_shards=1))
     attempt(lambda: elastic.TorchState(diloco=build(), copies=-1))
     attempt(lambda: elastic.TorchState(one=build(), two=build()))
@@ -186,4 +214,4 @@ def refused(rank: int, size: int) -> list[str]:
 
 
 def test_unsupported_options_are_refused_before_training(ranks):
-    assert ranks.run(refused) == [["Invalid"] * 6] * len(ISLANDS)
+    assert ranks.run(refused) == [["Invalid"] * 7] * len(ISLANDS)
