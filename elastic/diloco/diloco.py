@@ -815,8 +815,8 @@ class DiLoCo:
         """Complete merges after this rank received the merged outer parameters.
 
         Args:
-            gained: the merged fragments, and whether the merge lacks the change of this island, see
-                `Rounds.take_shared`. `remember_outer` must have been called before a merge that lacks it.
+            gained: the merged fragments, and whether the merge lacks the change of this island. `remember_outer` must
+                have been called before a merge that lacks it.
         """
         before, self._outer_before = self._outer_before, []
         for fragment, missed in gained.items():
@@ -880,17 +880,10 @@ class DiLoCo:
         self._run(self.rounds.enter(_world_of(rt), self._islands(rt)))
         self.lacks_merges = False
 
-    def take_shared(self, values: dict[str, Any]) -> dict[int, bool]:
-        """Set the counters to the values that `Rounds.shared` returned on another rank.
-
-        Args:
-            values: the values from the other rank.
-
-        Returns:
-            The fragments that only the other rank had merged, and whether each merge lacks the change of this island.
-        """
+    def take_shared(self, values: dict[str, Any]) -> None:
+        """Set the counters to the values that `Rounds.shared` returned on another rank, or in an earlier commit."""
         self._in_flight, self._exchange = [], None
-        return self.rounds.take_shared(values)
+        self.rounds.take_shared(values)
 
     def copy_outer(self, root: int, lacking: Sequence[int], indices: Sequence[int]) -> None:
         """Copy outer parameters and their entries of the outer optimizer from one sharded island to others.

@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,24 @@ from harness.history import RETURN, SCRIPTS
 
 pytestmark = pytest.mark.forked
 HOSTS_IN_WEST = "west=localhost,127.0.0.4"
+
+
+def islands(folder: Path, **variables: str) -> dict[str, str]:
+    """Return the environment of a job with islands, which writes its records to a folder."""
+    return {"RECORDS": str(folder), "ISLANDS": "1", "FULL": "4"} | variables
+
+
+def islands_with_a_loss(folder: Path, who: str, **variables: str) -> dict[str, str]:
+    loss = {"DIE": f"127.0.0.2 {who},16", "STEPS": "55", "WAIT": "25", "EVERY": "10"}
+    return islands(folder, **(loss | variables))
+
+
+def records_in(folder: Path) -> list[list[dict[str, Any]]]:
+    """Return the records of each worker."""
+    return [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in folder.glob("*.jsonl")
+    ]
 
 
 def digests_of(workers: list[list[dict[str, Any]]]) -> dict[int, set[str]]:
@@ -48,10 +67,7 @@ def test_survivors_repeat_no_inner_step_and_all_have_equal_outer_parameters(job,
     )
     training.succeed()
     assert "script-checks#" not in training.output  # no mistake is reported
-    workers = [
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in tmp_path.glob("*.jsonl")
-    ]
+    workers = records_in(tmp_path)
     dead = [each for each in workers if each[-1]["what"] != "end"]
     survivors = [each for each in workers if each[0]["own"] == each[0]["position"] == 0]
     survivors = [each for each in survivors if each not in dead]
@@ -113,23 +129,11 @@ def test_islands_repeat_no_inner_step_after_the_loss_of_a_leader_or_an_island(
     training = job(
         f"-np 4 --min-np 1 -H {west},127.0.0.2:2 {RETURN}",
         ["python", SCRIPTS / "diloco.py"],
-        env={
-            "RECORDS": str(tmp_path),
-            "ISLANDS": "1",
-            "EVERY": "10",
-            "DIE": f"127.0.0.2 {who},16",
-            "STEPS": "55",
-            "WAIT": "25",
-            "FULL": "4",
-        }
-        | env,
+        env=islands_with_a_loss(tmp_path, who) | env,
     )
     training.succeed()
     assert "script-checks#" not in training.output
-    workers = [
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in tmp_path.glob("*.jsonl")
-    ]
+    workers = records_in(tmp_path)
     dead = [each for each in workers if each[-1]["what"] != "end"]
     live = [each for each in workers if each not in dead]
     assert [len(dead), len(live)] == {"leader": [1, 4], "island": [2, 4]}[who]
@@ -175,24 +179,11 @@ def test_sharded_islands_continue_after_the_loss_of_a_leader_or_an_island(job, t
     training = job(
         f"-np 4 --min-np 1 -H {west},127.0.0.2:2 {RETURN}",
         ["python", SCRIPTS / "diloco.py"],
-        env={
-            "RECORDS": str(tmp_path),
-            "ISLANDS": "1",
-            "SHARDED": "1",
-            "EVERY": "10",
-            "DIE": f"127.0.0.2 {who},16",
-            "STEPS": "55",
-            "WAIT": "25",
-            "FULL": "4",
-        }
-        | env,
+        env=islands_with_a_loss(tmp_path, who, SHARDED="1") | env,
     )
     training.succeed(200)
     assert "script-checks#" not in training.output
-    workers = [
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in tmp_path.glob("*.jsonl")
-    ]
+    workers = records_in(tmp_path)
     dead = [each for each in workers if each[-1]["what"] != "end"]
     live = [each for each in workers if each not in dead]
     assert [len(dead), len(live)] == {"leader": [1, 4], "island": [2, 4]}[who]
@@ -225,23 +216,12 @@ def test_sharded_island_that_lost_a_shard_continues_from_the_outer_parameters(jo
     training = job(
         f"-np 4 --min-np 1 -H localhost:2,127.0.0.2:2 {RETURN}",
         ["python", SCRIPTS / "diloco.py"],
-        env={
-            "RECORDS": str(tmp_path),
-            "ISLANDS": "1",
-            "SHARDED": "1",
-            "COPIES": "0",
-            "ELASTIC_NATIVE": "0",
-            "DIE": "127.0.0.2 leader,16",
-            "STEPS": "45",
-            "WAIT": "25",
-            "FULL": "4",
-        },
+        env=islands_with_a_loss(
+            tmp_path, "leader", SHARDED="1", COPIES="0", ELASTIC_NATIVE="0", STEPS="45"
+        ),
     )
     training.succeed(200)
-    workers = [
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in tmp_path.glob("*.jsonl")
-    ]
+    workers = records_in(tmp_path)
     live = [each for each in workers if each[-1]["what"] == "end"]
     assert len(workers) == 5 and len(live) == 4
     assert all(len(found) == 1 for found in digests_of(workers).values())
@@ -278,23 +258,18 @@ def test_sharded_islands_have_equal_outer_parameters_after_losses_in_commits(
     training = job(
         f"-np 4 --min-np 1 -H localhost:2,127.0.0.2:2 {RETURN}",
         ["python", SCRIPTS / "diloco.py"],
-        env={
-            "RECORDS": str(tmp_path),
-            "ISLANDS": "1",
-            "SHARDED": "1",
-            "ELASTIC_FAILPOINTS": rules,
-            "FRAGMENTS": "2",
-            "DELAY": "3",
-            "STEPS": "45",
-            "WAIT": "35",
-            "FULL": "4",
-        },
+        env=islands(
+            tmp_path,
+            SHARDED="1",
+            ELASTIC_FAILPOINTS=rules,
+            FRAGMENTS="2",
+            DELAY="3",
+            STEPS="45",
+            WAIT="35",
+        ),
     )
     training.succeed(200)
-    workers = [
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in tmp_path.glob("*.jsonl")
-    ]
+    workers = records_in(tmp_path)
     ends = [each[-1] for each in workers if each[-1]["what"] == "end"]
     assert len(ends) == 4 and len(workers) == 4 + lost
     assert {(each["position"], each["step"], *each["merged"]) for each in ends} == {(45, 45, 4, 4)}
@@ -346,10 +321,7 @@ def test_late_island_is_not_waited_for_and_takes_part_in_later_merges(job, tmp_p
     )
     training.succeed()
     assert "script-checks#" not in training.output
-    workers = [
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in tmp_path.glob("*.jsonl")
-    ]
+    workers = records_in(tmp_path)
     ends = [each[-1] for each in workers if each[-1]["what"] == "end"]
     assert len(ends) == (4 if islands else 3) and len(workers) == len(ends) + 1
     assert {(each["position"], tuple(each["merged"])) for each in ends} == {
