@@ -354,6 +354,12 @@ class ChildProcesses:
             if not process.ready.done():
                 process.kill()
         await self._end(self._all - self._left if spare else set(self._all))
+        # The process that has started a spared agent exits by itself, and would remain as a zombie.
+        starting = [asyncio.ensure_future(p.ended.wait()) for p in self._left if p.code is None]
+        if spare and starting:
+            await asyncio.wait(starting, timeout=REAP_S)
+        for wait in starting:
+            wait.cancel()
         for process in list(self._all):
             self._forget(process)
 
