@@ -91,12 +91,14 @@ class WorkerReady(Event, omit_defaults=True):
     kept: OlderCommits = OlderCommits()
     step: int | None = None
     own_pace: bool = False
+    metadata: dict[str, str] = {}
 
 
 class WorkersReady(Event, omit_defaults=True):
     """Event: several workers of one host wait for a world, and their `WorkerReady` differ only in worker and port.
 
-    The host's agent merges the reports, see `agents.merged_reports`. Workers with a sharded state report separately.
+    The host's agent merges the reports, see `agents.merged_reports`. Workers with a sharded state or with metadata
+    report separately.
 
     Args:
         address: address of the stores of all these workers.
@@ -161,12 +163,13 @@ class WorkerStranded(Event):
 
 
 class WorkerChecked(Event):
-    """Event: a worker answered the driver's `PrepareChange`."""
+    """Event: a worker answered the driver's `PrepareChange`. See `protocol.messages.Checked`."""
 
     worker: Worker
     generation: int
     change: int
     check: int
+    group: str = ""
 
 
 class WorkerLeaving(Event):
@@ -707,12 +710,13 @@ class PublishWorld(Action, omit_defaults=True):
     commit: Commit | None
     reason: Reason
     checkpoint: bool = False
+    metadata: list[dict[str, str]] = []
 
 
 class TellWorld(Action, omit_defaults=True):
     """Send the current world to one member again, because the first message may have been lost with a connection.
 
-    ``copies`` is that of `protocol.messages.World`.
+    ``copies`` and ``metadata`` are those of `protocol.messages.World`.
     """
 
     generation: int
@@ -723,6 +727,7 @@ class TellWorld(Action, omit_defaults=True):
     reason: Reason
     checkpoint: bool = False
     copies: list[list[int]] = []
+    metadata: list[dict[str, str]] = []
 
 
 class WelcomeWorker(Action):

@@ -344,7 +344,10 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         join_preparation.prepare(state, native=rt.env.native, step_input=step_input)
     joined = rt.provisional
     state.report_step()
-    world = rt.worlds.next(digest, text, state.held_shards(), state.kept_commits())
+    # If the script's own code runs while this worker enters the world, the state is not known in advance.
+    early = runs_script_in_reset(state)
+    metadata = following_group.metadata(rt) | ({} if early else state.world_metadata())
+    world = rt.worlds.next(digest, text, state.held_shards(), state.kept_commits(), metadata)
     training_checkpoints.entered(rt, world)
     following_group.follow(rt, first=first and not joined)
     rt.kept_variables.follow(rt.place, first=first)
@@ -363,12 +366,10 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         return
     if rt.commits.went_back(state) and rt.first_not_finite is not None:
         rt.first_not_finite.began()
-    # Then the script may use process sets and groups, and may change the state.
-    early = runs_script_in_reset(state)
     if world.holders > 0 and not early:
         state.begin_reconcile()
     copy_sets = functools.cache(process_sets.start_copy(rt, world.copying))
-    if early:
+    if early:  # The script may use process sets and groups, and may change the state.
         _log(copy_sets())
         following_group.settle(rt)
     reset()

@@ -51,6 +51,7 @@ class LiveWorker:
     # whether the worker is allowed to stop at an earlier commit than the other members
     own_pace: bool = False
     commit: Commit | None = None  # commit in the worker's last Ready message
+    metadata: dict[str, str] = field(default_factory=dict)  # metadata in that message
     # older commits in the worker's last Ready message
     kept: list[Commit] = field(default_factory=list)
     # generation of the first world of elastic.run of which the worker was a member

@@ -236,6 +236,7 @@ class WorkerRecords:
                 self._stopped(worker, known, event.commit, agreed)
         self._not_from_outside(worker, known, event.commit)
         known.commit = known.holds = event.commit
+        known.metadata = event.metadata
         known.kept = [each.commit for each in event.kept.commits]
         known.running, known.ready, known.own_pace = event.running, True, event.own_pace
         if self.job.first_ready_at is None:

@@ -26,6 +26,7 @@ class WorldSequence:
         self._includes_all_ready(set(workers), let_go)
         self._begins_from_the_newest(world, workers, let_go)
         self._keeps_the_order(world, workers)
+        self._has_the_metadata_of_all(world, workers)
         # If no worker holds a commit, training continues from the newest durable commit.
         durable = self.job.durable
         back_to = None
@@ -61,6 +62,11 @@ class WorldSequence:
         if base in kept:
             kept[Commit(world.generation, 0)] = kept[base]
         self.job.digests = kept
+
+    def _has_the_metadata_of_all(self, world: PublishWorld, workers: list[Worker]) -> None:
+        sent = [self.job.workers[worker].metadata for worker in workers]
+        what = f"generation {world.generation} has other metadata than its members have sent"
+        self.job.must(world.metadata in ([], sent), "LATEST METADATA", what)
 
     def _may_be_a_member(self, member: Member, rank: int, size: int) -> None:
         worker, place, known = member.worker, member.place, self.job.workers.get(member.worker)

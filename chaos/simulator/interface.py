@@ -48,6 +48,7 @@ class SimulatedJob(Protocol):
     going_on: bool
     keep_journal: bool
     merges: bool  # whether agents merge the reports of their workers, as those of a job on several hosts do
+    has_metadata: bool  # whether workers send metadata when they are ready
     reports_samples: bool
     sharded: Any  # `simulated_shards.ShardedJob`; None without shards
     seed: int

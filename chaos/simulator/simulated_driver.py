@@ -208,7 +208,14 @@ class SimulatedDriver:
                 copies = copy_groups([each.worker for each in members], holders)
                 place, why = members[0].place, str(reason)
                 world = messages.World(
-                    generation, place, store, holders, commit, why, copies=copies
+                    generation,
+                    place,
+                    store,
+                    holders,
+                    commit,
+                    why,
+                    copies=copies,
+                    metadata=action.metadata,
                 )
                 self._tell_mergers([each.worker for each in members], world)
                 for member in members:
@@ -222,6 +229,7 @@ class SimulatedDriver:
                     commit,
                     str(reason),
                     copies=action.copies,
+                    metadata=action.metadata,
                 )
                 self._tell_mergers([member.worker], world)
                 self._send([member.worker], world)

@@ -137,6 +137,20 @@ class Training:
         self.worlds[world.generation] = world
         self.ranks[world.generation] = {m.worker: n for n, m in enumerate(world.members)}
 
+    def entered(self, process: Process, metadata: dict[str, str]) -> None:
+        """Check that all members of a world receive the same metadata, including their own.
+
+        Args:
+            process: a worker that enters the world.
+            metadata: metadata that it has sent.
+        """
+        world = process.recovery.world
+        assert world is not None
+        expected = self.worlds[world.generation].metadata
+        assert world.metadata == expected, f"{process.worker} received other metadata than rank 0"
+        own = world.metadata[world.place.rank] if world.metadata else metadata
+        assert own == metadata, f"{process.worker} sent {metadata}, but received {own}"
+
     def run_of(self, generation: int, size: int, step_s: float) -> WorldRun:
         if generation not in self._runs:
             self._runs[generation] = WorldRun(self, generation, size, step_s)

@@ -287,12 +287,17 @@ class SimulatedWorker:
     def _wait_for_world(self, layout: str) -> Thread:
         held = self.held_shards() if layout else None
         kept = self.older.held
-        self.perform(self.recovery.wait_for_world(Address("127.0.0.1", 1), layout, held, kept))
+        metadata = {"sent": f"{self.worker} at {self.sim.clock.now}"}
+        sent = metadata if self.sim.has_metadata else None
+        store = Address("127.0.0.1", 1)
+        self.perform(self.recovery.wait_for_world(store, layout, held, kept, metadata=sent))
         yield "ready", lambda: self.recovery.phase is not Phase.WAITING
         self.entered = self.wrong_steps = 0
         self.reports.begin_pace()
         if self.recovery.phase is Phase.OVER:
             raise LeaveRequested(self.recovery.reason)
+        if self.recovery.phase is Phase.TRAINING:
+            self.sim.training.entered(self, metadata)
 
     def _enter_world(self) -> Thread:
         yield from self._wait_for_world("model.weight float32 [10]")

@@ -148,6 +148,7 @@ class Simulation:
         self.keep_journal = keep_journal
         # drawn without random numbers, which would change all other faults of the seed
         self.merges = seed % 4 >= 2
+        self.has_metadata = seed % 4 == 1
         self.faults_s = faults_s
         self.weather = weather or FaultConditions.drawn(seed, mild=mild)
         # Do not check samples if reports can be lost, because they are not repeated on a new connection, or if the

@@ -129,8 +129,9 @@ class ReportMerger:
         self._kind, self._missing = None, set()
 
     def _may_hold(self, report: Report) -> bool:
-        # The parts of a sharded state differ between workers.
-        return report.generation == self._generation and report.shards is None
+        # The parts of a sharded state, and metadata, differ between workers.
+        separate = report.shards is not None or (isinstance(report, Ready) and report.metadata)
+        return report.generation == self._generation and not separate
 
 
 def _merged(held: dict[Worker, Report]) -> Iterator[Relayed]:

@@ -598,6 +598,7 @@ class Driver:
                     self._checkpoint_run,
                     action.checkpoint,
                     action.copies,
+                    action.metadata,
                 )
                 send(member.worker, message)
             case events.WelcomeWorker(worker, place, newcomer, elastic):
@@ -721,6 +722,7 @@ class Driver:
             self._checkpoint_run,
             world.checkpoint,
             copy_groups([each.worker for each in world.members], world.holders),
+            world.metadata,
         )
         self._server.send_world(message, ((each.worker, each.place) for each in world.members))
         self.generation = world.generation

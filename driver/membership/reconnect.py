@@ -83,6 +83,7 @@ class Reconnects(Part):
                     published.reason,
                     published.checkpoint,
                     copy_groups([each.worker for each in published.members], published.holders),
+                    published.metadata,
                 )
             )
         at_work = record.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)
@@ -95,7 +96,8 @@ class Reconnects(Part):
                 wish = self.worlds.change_reason
                 self.actions.add(PrepareChange(generation, change.number, [worker], wish))
             case Phase.STOPPING if at_work:
-                self.actions.add(StopMembersAt(generation, change.number, change.check, [worker]))
+                check = change.checks[worker]
+                self.actions.add(StopMembersAt(generation, change.number, check, [worker]))
             case Phase.TRAINING | Phase.ENDING:
                 # The worker may be waiting at a planned change that was canceled while it was disconnected.
                 self.actions.add(

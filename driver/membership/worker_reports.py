@@ -108,6 +108,8 @@ class WorkerReports(Part):
             record.readies, record.stands_by = number, False
             record.commit, record.kept, record.store = commit, kept, Address(host, port)
             record.layout, record.running = layout, running
+            if record.metadata is not None:
+                record.metadata = None
             if record.inside:
                 record.inside = ""
             record.moved_at = record.waits_since = now
@@ -145,6 +147,7 @@ class WorkerReports(Part):
             return
         was_at_work = record.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)
         record.commit, record.kept, record.store = event.commit, event.kept.commits, store
+        record.metadata = event.metadata or None if isinstance(event, events.WorkerReady) else None
         record.layout, record.running = event.layout, event.running
         self.worlds.trained = self.worlds.trained or event.running
         record.moved(self.actions.now)
@@ -181,7 +184,7 @@ class WorkerReports(Part):
             event.generation == self.worlds.generation and event.change == self.worlds.change.number
         )
         if event.worker in self.roster and current and self.worlds.phase is Phase.PREPARING:
-            self.worlds.change.answer(event.worker, event.check)
+            self.worlds.change.answer(event.worker, event.check, event.group)
 
     def leaving(self, event: events.WorkerLeaving) -> None:
         record = self.roster.get(event.worker)

@@ -66,7 +66,7 @@ from elastic.negotiation import submission
 from elastic.negotiation.messages import ALLGATHER, ALLREDUCE, Members
 from elastic.negotiation.pending import Pending
 from elastic.runtime import lifecycle
-from elastic.runtime.guarded_groups import StoreExchange
+from elastic.runtime.guarded_groups import ByteExchange
 from elastic.runtime.worker_runtime import WorkerRuntime
 
 WIRE = (None, torch.float16, torch.bfloat16, torch.float32)
@@ -90,7 +90,7 @@ class SentReport(NamedTuple):
     """Report of this rank that is being exchanged in the background."""
 
     world: Hashable
-    exchange: StoreExchange
+    exchange: ByteExchange
 
 
 class DiLoCo:
@@ -432,10 +432,13 @@ class DiLoCo:
         return rt.place.several_hosts and self.name_in_state is not None and self.sharded is None
 
     def _send_report(self, rt: WorkerRuntime, report: str, when: bytes = _AFTER) -> SentReport:
-        # An empty blob makes all ranks use a collective instead.
-        blob = when + report.encode() if len(report) <= REPORT_LIMIT else b""
+        blob = self._report_blob(report, when)
         exchange = rt.start_exchange(f"{REPORTS} {self.name_in_state}", blob)
         return SentReport(_world_of(rt), exchange)
+
+    def _report_blob(self, report: str, when: bytes) -> bytes:
+        """Return a report as it is sent. It is empty if the report is too long: all ranks then use a collective."""
+        return when + report.encode() if len(report) <= REPORT_LIMIT else b""
 
     def _take_part(self, merge: int, leaders: tuple[int, ...]) -> None:
         """Start taking part in this world's merges in the background. This method is called on a leader."""
@@ -852,6 +855,21 @@ class DiLoCo:
                     inner.copy_(outer)
 
     # ---- interface for the state handler ---------------------------------------------------------
+
+    def stop_group(self) -> str:
+        """Return the name of the workers of the current world with which this worker takes its inner steps."""
+        if self._group is not None:
+            return self._group.islands.name
+        return f"rank {context.current().place.rank}"
+
+    def metadata(self) -> dict[str, str]:
+        """Return the metadata with which `reconcile` compares this rank with the other ranks of the next world.
+
+        Called before this rank becomes ready for the next world, and without effect if it changes until `reconcile`.
+        """
+        report = self._report_blob(self.rounds.report(), _BEFORE)
+        known = self.name_in_state is not None and self.sharded is None and report
+        return {f"{REPORTS} {self.name_in_state}": report.decode()} if known else {}
 
     def begin_reconcile(self) -> None:
         """Send the report that `reconcile` compares with those of the other ranks, if their hosts are distant.

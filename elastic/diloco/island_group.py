@@ -17,7 +17,7 @@ from elastic.errors import Invalid
 from elastic.pickling import pickled
 from elastic.protocol.islands import island_of
 from elastic.runtime import lifecycle
-from elastic.runtime.guarded_groups import StoreExchange
+from elastic.runtime.guarded_groups import ByteExchange
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.torch_backend import comm_hooks, shared_buckets
 from elastic.torch_backend.following_group import NAME
@@ -25,6 +25,7 @@ from elastic.torch_backend.group_names import names
 from elastic.torch_backend.process_group import ElasticProcessGroup
 
 PURPOSE = "island"
+ISLANDS = "islands"  # name of the exchange of the islands' names
 
 
 class IslandGroup(ElasticProcessGroup):
@@ -37,11 +38,14 @@ class IslandGroup(ElasticProcessGroup):
     def __init__(self) -> None:
         rt = lifecycle.current()
         # names of the islands, which the ranks of a new world are exchanging
-        self._names: StoreExchange | None = None
+        self._names: ByteExchange | None = None
         self.islands = _islands_of(rt, _exchanged_names(rt))
         comm_hooks.replace()
         shared_buckets.replace()
         super().__init__(None, PURPOSE, self.islands.members, None)
+
+    def metadata(self, rt: WorkerRuntime) -> dict[str, str]:
+        return {ISLANDS: _own_name(rt)}
 
     def enter(self, rt: WorkerRuntime) -> None:
         """Start the exchange of the islands' names, which `settle` completes, and then to connect the group."""
@@ -141,17 +145,17 @@ _known: Any = torchs_groups
 
 def _exchanged_names(
     rt: WorkerRuntime, then: Callable[[list[bytes]], None] | None = None
-) -> StoreExchange | None:
+) -> ByteExchange | None:
     """Start to exchange the names of the ranks' islands.
 
     Collective, except on a worker that has not joined a world yet or is alone in it, where None is returned.
     """
     if rt.provisional or rt.place.size == 1:
         return None
-    return rt.start_exchange("islands", _own_name(rt).encode(), then)
+    return rt.start_exchange(ISLANDS, _own_name(rt).encode(), then)
 
 
-def _islands_of(rt: WorkerRuntime, names: StoreExchange | None) -> Islands:
+def _islands_of(rt: WorkerRuntime, names: ByteExchange | None) -> Islands:
     """Return the islands of the world, given the result of `_exchanged_names`.
 
     Raises:

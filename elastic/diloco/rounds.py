@@ -307,6 +307,8 @@ class Rounds:
         )
         self._generation = -1  # generation of the world that was entered last
         self._world: WorldId | None = None  # the world in which reports were compared
+        # inner step up to which all fragments that were due have been sent
+        self._sent_until = 0
 
     def step(
         self, world: WorldId | None, islands: Islands, tokens: float | None = None
@@ -322,6 +324,7 @@ class Rounds:
             Invalid: the tokens are not a number of at least 0, or are reported in some steps only.
         """
         self._count(tokens)
+        self._sent_until = self.position if self.pending is None else self.pending.step
         self.own_steps += 1
         self.position += 1
         yield from self.enter(world, islands)
@@ -329,10 +332,10 @@ class Rounds:
             yield from self._follow()
         sent = self._scheduled()
         while sent is not None:
-            self.pending = sent
+            self.pending, self._sent_until = sent, sent.step
             yield from self._send()
             yield from self._merge_due()
-            sent = self._scheduled() if self.quorum else None
+            sent = self._scheduled()
 
     def enter(self, world: WorldId | None, islands: Islands) -> Generator[Action, Any, None]:
         """Yield the actions that synchronize with the ranks of a new world and complete a pending merge.
@@ -441,15 +444,18 @@ class Rounds:
     def _scheduled(self) -> Sent | None:
         """Return the fragment to send after this step.
 
-        Return None if no fragment is due or the due fragment was already merged.
+        Return None if no fragment is due, the due fragment was already merged, or another fragment is in flight.
         """
+        if self.pending is not None:
+            return None
         if self.quorum:
-            if self.pending is not None:
-                return None
             following = self.schedule.merge(sum(self.merged))
             return following if self.position >= following.step else None
-        sent = self.schedule.sent_at(self.position)
-        return sent if sent is not None and self._is_owed(sent) else None
+        for step in range(self._sent_until + 1, self.position + 1):
+            sent = self.schedule.sent_at(step)
+            if sent is not None and self._is_owed(sent):
+                return self.schedule.sent_late(sent, self.position)
+        return None
 
     def _is_owed(self, sent: Sent) -> bool:
         scheduled = (sent.step - 1) // self.schedule.every + 1
@@ -495,7 +501,9 @@ class Rounds:
         owed = [each for each in owed if self._is_owed(each)]
         self.pending = min(owed, key=lambda each: each.step, default=None)
         if self.pending is not None:
-            self.pending = self.schedule.sent_again(self.pending, self.position)
+            self.pending = self.schedule.sent_late(self.pending, self.position)
+        # The next step has counted itself already if it enters the world.
+        self._sent_until = self.position - 1 if self.pending is None else self.pending.step
         self._sent_for = None
         if self.quorum and self.islands.leads and len(self.islands.leaders) > 1:
             yield TakePart(sum(self.merged), self.islands.leaders)

@@ -4,7 +4,8 @@ Pure: no I/O, no clock.
 
 Inner steps are counted from 1. A round has ``every`` inner steps. Fragment f of P is sent after inner step n if n is
 congruent to (f + 1) * every // P modulo ``every``, and merged after inner step n + delay. ``delay`` is less than the
-shortest distance between two sends, so at most one fragment is in flight.
+shortest distance between two sends, so at most one fragment is in flight. If an interrupted merge is repeated, later
+fragments are sent once it is complete.
 
     every=8, fragments=2, delay=3:   step  1  2  3  4  5  6  7  8  9 10 11 12
                                      sent           0           1           0
@@ -71,14 +72,14 @@ class RoundSchedule:
                 return Sent(fragment, step, step + self.delay)
         return None
 
-    def sent_again(self, sent: Sent, position: int) -> Sent:
-        """Return a fragment that is sent again after inner step ``position``, because its merge was interrupted.
+    def sent_late(self, sent: Sent, position: int) -> Sent:
+        """Return a fragment that is sent, perhaps again, after inner step ``position`` instead of after ``sent.step``.
 
-        It is merged ``delay`` steps later, but before the step in which the next fragment is sent. If that step waited
-        for the merge, another interruption would omit the send.
+        It is merged ``delay`` steps later, but before it is due to be sent in the next round, so that frequent
+        interruptions cannot postpone the merge forever.
         """
-        following = next(n for n in itertools.count(position + 1) if self.sent_at(n) is not None)
-        return sent._replace(due=max(sent.due, min(position + self.delay, following - 1)))
+        latest = sent.step + self.every - 1
+        return sent._replace(due=max(sent.due, min(position + self.delay, latest)))
 
     def merge(self, number: int) -> Sent:
         """Return the fragment and the steps of merge ``number`` (counted from 0), assuming that no send is skipped."""

@@ -2,7 +2,8 @@
 
 A connection opens with a mutual challenge (see `Challenge`), then carries sealed frames (see `framing`). Messages are
 tagged by their class name, validated by msgspec when decoded, and never pickled. Every message about a world carries
-its generation. The messages that a worker receives when the world changes do not grow with the size of the world.
+its generation. The messages that a worker receives when the world changes do not grow with the size of the world,
+except for `World.metadata` in worlds of at most `MEMBERS_WITH_METADATA` workers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from msgspec import Meta
 
 from elastic.protocol.calls import Calls
 
-VERSION = 7
+VERSION = 8
 # maximum size of a frame in bytes; only the return value of a function needs a frame this large
 FRAME_LIMIT = 64 * 1024 * 1024
 RESULT_LIMIT = FRAME_LIMIT - 4096  # maximum size of a function's return value in bytes
@@ -34,6 +35,9 @@ SHARDS_LIMIT = 100_000  # maximum number of shards that a worker holds copies of
 KEPT_LIMIT = 8  # maximum number of older commits that a worker holds copies of
 REPORT_LIMIT = 64 * 1024  # maximum size of one report of a script, in bytes
 STEP_INPUT_LIMIT = 16 * 1024  # maximum size of a step input, in bytes
+METADATA_LIMIT = 4096  # maximum size of one value of a worker's metadata, in characters
+METADATA_VALUES = 16  # maximum number of values in a worker's metadata
+MEMBERS_WITH_METADATA = 128  # maximum size of a world whose members receive each other's metadata
 COPY = "copy of the state"  # activity that a worker reports while it waits for a copy of the state
 # activity that a worker reports while it waits for a commit of a sharded state
 SHARDS_COMMIT = "commit of the shards"
@@ -46,6 +50,16 @@ STACKS_SIGNAL_OFFSET = 4
 
 # A journal cannot store NaN or infinity.
 Finite = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+
+
+# Short values that a worker sends to all members of its next world, by name. The driver does not interpret them.
+Metadata = Annotated[
+    dict[
+        Annotated[str, msgspec.Meta(max_length=300)],
+        Annotated[str, msgspec.Meta(max_length=METADATA_LIMIT)],
+    ],
+    msgspec.Meta(max_length=METADATA_VALUES),
+]
 
 
 IslandNames = Annotated[
@@ -344,8 +358,9 @@ class Ready(Message):
     shards: ShardsHeld | None = None
     kept: OlderCommits = OlderCommits()
     step: int | None = None  # step counter of the state at the worker's newest commit, or None
-    # whether this worker stops for a planned change at its own next safepoint, see `Recovery.own_pace`
+    # whether this worker stops for a planned change independently of some members, see `Checked`
     own_pace: bool = False
+    metadata: Metadata = {}  # see `World.metadata`
 
 
 class Failed(Message):
@@ -374,11 +389,15 @@ class Stranded(Message):
 
 
 class Checked(Message):
-    """Answer to Prepare, with the number of safepoints passed. The worker stops at the next safepoint."""
+    """Answer to Prepare, with the number of safepoints passed. The worker stops at the next safepoint.
+
+    ``group`` names the workers that must stop at the same safepoint as this worker, or is empty for all members.
+    """
 
     generation: int
     change: int
     check: int
+    group: str = ""
 
 
 class Leaving(Message):
@@ -729,6 +748,9 @@ class World(Message):
         run: ID under which all workers write this world's checkpoints, or 0 without checkpoints. The ID changes when
             another driver takes over in a failover.
         checkpoint: whether to make the initial commit durable before training starts.
+        metadata: metadata that the members have sent with Ready, by rank, so that they need not exchange it. Empty if
+            the world is larger than `MEMBERS_WITH_METADATA` or does not begin from the newest commit of its members, in
+            which case the members exchange these values themselves.
     """
 
     generation: int
@@ -740,6 +762,7 @@ class World(Message):
     run: int = 0
     checkpoint: bool = False
     copies: list[list[int]] = []
+    metadata: list[Metadata] = []
 
     @property
     def lacking(self) -> range:
@@ -783,7 +806,7 @@ class Prepare(Message):
 
 
 class StopAt(Message):
-    """Order, sent to all workers, to stop at this safepoint."""
+    """Order, sent to all workers of a group, to stop at this safepoint. See `Checked`."""
 
     generation: int
     change: int

@@ -125,6 +125,7 @@ class Store:
         secret: secret of the job.
         keeps: maximum number of idle connections that this rank keeps for later exchanges, and that rank 0 holds open.
         connecting: sockets that `connect_ahead` has started to connect to ``address``. The store takes ownership.
+        owner: rank that serves the store. The documentation of this class calls it rank 0.
     """
 
     def __init__(
@@ -137,8 +138,10 @@ class Store:
         secret: bytes = b"",
         keeps: int = 0,
         connecting: Iterable[socket.socket] = (),
+        owner: int = 0,
     ) -> None:
         self.address = address
+        self._owner = owner
         self.generation = generation
         self._keeps = keeps
         self._listener = listener
@@ -227,8 +230,8 @@ class Store:
                 f"timed out after {round(step_s, 1):g} s" if late else error or type(error).__name__
             )
             raise CollectiveFailed(
-                f"{awaited} failed while {step} the store {self.address} of rank 0: {why}. Check that every rank runs"
-                " and that its host can reach this address, or pass a longer --gloo-timeout-seconds",
+                f"{awaited} failed while {step} the store {self.address} of rank {self._owner}: {why}. Check that every"
+                " rank runs and that its host can reach this address, or pass a longer --gloo-timeout-seconds",
                 awaited=key,
             ) from error
         finally:

@@ -110,14 +110,17 @@ class CommitLog:
         with self._session.lock:
             self._session.recovery.seal(commit)
 
-    def stop_at_own_pace(self) -> None:
-        """Make this worker stop for planned changes at its own next safepoint, independently of other workers.
+    def stop_with(self, group: str) -> None:
+        """Make this worker stop for planned changes at the same safepoint as the workers of its group only.
 
-        This method is used by workers that do not wait for each other in every step, and therefore reach safepoints of
-        the same number at different times.
+        This method is used by workers that wait for some workers in every step, but not for the others, and therefore
+        reach safepoints of the same number at other times than these.
+
+        Args:
+            group: name of the group, equal on its workers.
         """
         with self._session.lock:
-            self._session.recovery.own_pace = True
+            self._session.recovery.stop_group = group
 
     def make_durable(self, state: Any) -> None:
         """Write the newest commit to storage if a checkpoint is due."""

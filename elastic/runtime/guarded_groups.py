@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from threading import get_ident
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -45,6 +45,8 @@ class GuardedGroups:
         self._session = session
         self._progress = progress
         self._warned_alone = False
+        # generations and names of the metadata that `start_exchange` has returned
+        self._taken: set[tuple[int, str]] = set()
 
     def group(
         self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None
@@ -105,12 +107,29 @@ class GuardedGroups:
 
     def start_exchange(
         self, key: str, blob: bytes, then: Callable[[list[bytes]], None] | None = None
-    ) -> StoreExchange:
+    ) -> ByteExchange:
         """Start to exchange bytes with all ranks of the world. See `WorkerRuntime.start_exchange`."""
+        known = self._take_metadata(key)
+        if known is not None:
+            if then is not None:
+                then(known)
+            return CompletedExchange(known)
         groups, place = self._session.groups, self._session.recovery.place
         assert groups.store is not None, "a world of several ranks has a store"
         limit_s = self._session.env.collective_timeout_s
         return StoreExchange(groups.store, key, place.rank, place.size, blob, limit_s, then)
+
+    def _take_metadata(self, key: str) -> list[bytes] | None:
+        """Return the values that all ranks have sent with Ready. None at the second call in a world."""
+        world = self._session.recovery.world
+        if world is None or not world.metadata or (world.generation, key) in self._taken:
+            return None
+        values = [each[key].encode() for each in world.metadata if key in each]
+        if len(values) < world.place.size:
+            return None
+        self._taken = {each for each in self._taken if each[0] == world.generation}
+        self._taken.add((world.generation, key))
+        return values
 
     def _formed(self, purpose: str, kind: str, members: tuple[int, ...]) -> Collectives:
         session = self._session
@@ -244,6 +263,24 @@ class GuardedGroups:
         finally:
             if self._progress.leave(time.monotonic()):
                 self._session.poke()
+
+
+class ByteExchange(Protocol):
+    """Exchange of bytes between all ranks of a world."""
+
+    def wait(self) -> list[bytes]:
+        """Return the bytes of all ranks, by rank. See `StoreExchange.wait`."""
+
+
+class CompletedExchange:
+    """Exchange of values that this rank has received with the message about the world."""
+
+    def __init__(self, values: list[bytes]) -> None:
+        self._values = values
+
+    def wait(self) -> list[bytes]:
+        """Return the bytes of all ranks, by rank."""
+        return self._values
 
 
 class StoreExchange:

@@ -48,6 +48,9 @@ _FORM_S = 0.5  # timeout in seconds at exit for groups that are being created; t
 NAMED = "named"
 # purposes of groups that all ranks need in their first step if an earlier world has used them
 _AHEAD = frozenset({NAMED, GRADIENTS})
+STORE = (
+    "store"  # name of the metadata that contains the address at which a member can serve a store
+)
 NEXT = "next store"  # key under which rank 0 provides the address at which it will serve the next world's store
 
 GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, device type, ranks
@@ -97,6 +100,10 @@ class Groups:
             DeviceCollectives
         ] = []  # groups of previous worlds that torch is still trying to connect
         self._store: Store | None = None
+        # addresses at which the members of the world can serve stores, by rank, or () if they are not known
+        self._addresses: tuple[Address, ...] = ()
+        # stores at which groups without rank 0 meet, by their first rank
+        self._nearby: dict[int, Store] = {}
         self._listener: StoreListener | None = None
         self._next: Address | None = None  # address of rank 0's next store, if it is distant
         # sockets that are connecting to the next store, with its address
@@ -145,6 +152,7 @@ class Groups:
             keeps=kept_connections(world.place.size) if keeps else 0,
             connecting=self._take_ahead(world.store) if keeps else (),
         )
+        self._addresses = _addresses_of(world)
         self._next = None
         self._negotiates |= self._place is None and 0 < world.holders <= world.place.rank
         self._place = world.place
@@ -347,7 +355,7 @@ class Groups:
         if self._store is None or self._store.generation != generation:
             raise _ended(generation)
         connecting = ConnectingGroup(
-            self._store,
+            self._store_for(members, place),
             purpose=_named(purpose, members, place),
             rank=members.index(place.rank),
             size=len(members),
@@ -372,6 +380,32 @@ class Groups:
             raise
         finally:
             self._connecting.discard(connecting)
+
+    def _store_for(self, members: tuple[int, ...], place: Place) -> Store:
+        """Return the store at which a group meets: that of its first rank if known, because rank 0 may be distant."""
+        first, store = members[0], self._store
+        assert store is not None
+        if first == 0 or not self._addresses:
+            return store
+        with self._forming:
+            if self._store is not store:
+                raise _ended(store.generation)
+            if first not in self._nearby:
+                listener = None
+                if first == place.rank:
+                    listener, self._listener = self._listener, None
+                nearby = Store(
+                    self._addresses[first],
+                    listener,
+                    self._env.timeout_s,
+                    generation=store.generation,
+                    secret=self._env.secret,
+                    owner=first,
+                )
+                nearby.open()
+                self._nearby[first] = nearby
+                self._cut_with(store.generation, nearby)
+            return self._nearby[first]
 
     def _cut_with(self, generation: int, abortable: Abortable) -> None:
         self._cuttable.append((generation, abortable))
@@ -475,7 +509,8 @@ class Groups:
         """
         with self._forming:
             made = dict(self._made)
-            groups, store, engine = list(made.values()), self._store, self._engine
+            groups, engine = list(made.values()), self._engine
+            stores = [*self._nearby.values(), *([] if self._store is None else [self._store])]
             unmade, self._unmade = self._unmade, []
             self._buried = list(_on_gpus(made).values())
             self._unconnected += unmade
@@ -484,6 +519,7 @@ class Groups:
                 if self._place is not None and len(members) == self._place.size:
                     self._used |= {purpose} & _AHEAD if device_type == "cpu" else set()
             self._made, self._store, self._engine, self._cuttable = {}, None, None, []
+            self._addresses, self._nearby = (), {}
 
         def close() -> None:
             if engine is not None:
@@ -495,10 +531,10 @@ class Groups:
                 group = groups.pop()
                 group.abort()
                 group.close()
-            if store is not None:
+            for store in stores:
                 store.close()
 
-        if groups or unmade or store is not None or engine is not None:
+        if groups or unmade or stores or engine is not None:
             self._closer.close_later(close)
 
     def close(self) -> None:
@@ -544,6 +580,15 @@ class Groups:
         self._take_ahead(None)
         for _, abortable in self._cuttable:
             abortable.close_in_forked_child()
+
+
+def _addresses_of(world: messages.World) -> tuple[Address, ...]:
+    """Return the addresses at which the members of a world can serve stores, by rank, or () if they are not known."""
+    texts = [each.get(STORE, "") for each in world.metadata]
+    try:
+        return tuple(msgspec.json.decode(text, type=Address) for text in texts)
+    except msgspec.MsgspecError:
+        return ()
 
 
 def _is_on_gpus(key: GroupKey) -> bool:

@@ -14,7 +14,7 @@ training thread must raise at its next check, collective or step.
 Safepoints are numbered from the start of each world. A planned change is agreed without a collective: each worker
 reports its number c at the driver's request, and holds its training thread at safepoint c + 1. The driver sends the
 largest c + 1 to all workers. Workers that have not reached that safepoint continue up to it, so that all stop at the
-same place.
+same place. If groups of workers train independently of each other, each group stops at its own largest c + 1.
 
 A connection may be lost and replaced, and messages sent in the meantime are lost. On the new connection, this state
 machine reports its phase and repeats its unanswered messages, and the driver repeats the messages that still apply.
@@ -28,7 +28,7 @@ denote the same place in the training, even if a worker has missed messages.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic.protocol import messages
@@ -120,9 +120,9 @@ class Recovery:
     _hold_at: int | None = None
     _stop_at: int | None = None
     _stranded: bool = False
-    # Whether this worker stops for a planned change at its own next safepoint, because workers reach safepoints of the
-    # same number at different times.
-    own_pace: bool = False
+    # Name of the workers that stop at the same safepoint as this worker for a planned change, because other workers
+    # reach safepoints of the same number at different times. Empty if all members stop at the same safepoint.
+    stop_group: str = ""
 
     # ---- the driver's messages -------------------------------------------------------------------------------------
 
@@ -185,7 +185,8 @@ class Recovery:
             # The message is outdated, or a repetition that arrives after a later message about the same change.
             return []
         # Repeat the same answer for a repeated request: other workers may already be stopping because of the first one.
-        return [Send(messages.Checked(self.generation, change, self._hold_at - 1))]
+        passed = self._hold_at - 1
+        return [Send(messages.Checked(self.generation, change, passed, self.stop_group))]
 
     def _take_place(self, world: messages.World) -> None:
         if self.phase is not Phase.WAITING or world.generation <= self.generation:
@@ -304,6 +305,7 @@ class Recovery:
         shards: messages.ShardsHeld | None = None,
         kept: Sequence[messages.KeptCommit] = (),
         step: int | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> list[Action]:
         """Report that this worker is ready. The driver answers with a World, or with the end of the job.
 
@@ -313,6 +315,7 @@ class Recovery:
             shards: shards that this worker holds, or None if its state is not sharded.
             kept: older commits that this worker holds copies of.
             step: step counter of the state at this worker's commit, or None.
+            metadata: see `elastic.protocol.messages.World.metadata`.
         """
         if self.phase is Phase.OVER:
             return []
@@ -329,7 +332,8 @@ class Recovery:
             shards,
             messages.OlderCommits((*kept,) if commit is not None else ()),
             None if commit is None else step,
-            self.own_pace,
+            bool(self.stop_group),
+            dict(metadata or {}),
         )
         return [Send(self._ready)]
 
@@ -428,7 +432,7 @@ class Recovery:
         if self.phase is Phase.BROKEN:
             return Verdict.BROKEN
         if self._stop_at is not None:
-            self._stopped = self.own_pace or self._checks >= self._stop_at
+            self._stopped = self._checks >= self._stop_at
             return Verdict.STOP if self._stopped else Verdict.PASS
         if self._hold_at is not None and self._checks >= self._hold_at:
             return Verdict.HOLD

@@ -32,7 +32,7 @@ from elastic.rendezvous.worker_settings import Environment
 from elastic.runtime.collective_progress import ProgressCounter
 from elastic.runtime.commit_log import CommitLog
 from elastic.runtime.driver_connection import Link
-from elastic.runtime.guarded_groups import Guard, GuardedGroups, StoreExchange
+from elastic.runtime.guarded_groups import ByteExchange, Guard, GuardedGroups
 from elastic.runtime.link_thread import LinkThread
 from elastic.runtime.merge_reports import MergeReports
 from elastic.runtime.session import Session
@@ -148,18 +148,19 @@ class WorkerRuntime:
 
     def start_exchange(
         self, key: str, blob: bytes, then: Callable[[list[bytes]], None] | None = None
-    ) -> StoreExchange:
+    ) -> ByteExchange:
         """Start to exchange a few bytes with all ranks of the world, in the background.
 
         All ranks must call this method.
 
-        The exchange takes fewer round trips than the first negotiated collective of a world. This method must not be
-        called in a world of one rank.
+        The exchange takes fewer round trips than the first negotiated collective of a world, and none if all ranks have
+        sent the value as metadata when they became ready for this world (see `DriverWorlds.next`). This method must not
+        be called in a world of one rank.
 
         Args:
-            key: name of the exchange, which ranks may use again once the exchange is complete.
-            blob: bytes that this rank sends.
-            then: called in the background with the bytes of all ranks, before `StoreExchange.wait` returns them.
+            key: name of the exchange and of the metadata. Ranks may use it again once the exchange is complete.
+            blob: UTF-8 text that this rank sends. Equal to its metadata of this name, if it has sent any.
+            then: called with the bytes of all ranks, now or in the background, before `ByteExchange.wait` returns.
         """
         return self._groups.start_exchange(key, blob, then)
 

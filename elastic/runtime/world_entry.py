@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from elastic.errors import CollectiveFailed
 from elastic.failpoints import failpoint
@@ -13,6 +15,7 @@ from elastic.protocol import messages
 from elastic.protocol.messages import Address
 from elastic.rendezvous import find_rank0
 from elastic.rendezvous.store import Store
+from elastic.runtime.process_groups import STORE
 from elastic.runtime.recovery import Action, Phase, Recovery
 from elastic.runtime.session import Session
 
@@ -42,6 +45,7 @@ class DriverWorlds:
         text: str,
         shards: messages.ShardsHeld | None = None,
         kept: Sequence[messages.KeptCommit] = (),
+        metadata: Mapping[str, str] | None = None,
     ) -> messages.World:
         """Report that this worker is ready, and wait for a world. This method is called under ``elastic.run``.
 
@@ -50,6 +54,7 @@ class DriverWorlds:
             text: the layout itself. It is sent only once.
             shards: shards that this worker holds, or None if its state is not sharded.
             kept: older commits that this worker holds copies of.
+            metadata: values that all members of the next world receive, by name. See `WorkerRuntime.start_exchange`.
 
         Raises:
             PeerLost: the world failed. `Session.raise_over` lists the other errors.
@@ -57,7 +62,7 @@ class DriverWorlds:
         if self._layout is None or layout != self._layout.digest:
             self._layout = messages.Layout(layout, text)
             self._session.send(self._layout)
-        return self._wait(layout, shards, kept)
+        return self._wait(layout, shards, kept, metadata)
 
     def restate(self) -> None:
         """Send the layout and the step input again, to another driver or on another connection.
@@ -79,6 +84,7 @@ class DriverWorlds:
         layout: str,
         shards: messages.ShardsHeld | None = None,
         kept: Sequence[messages.KeptCommit] = (),
+        metadata: Mapping[str, str] | None = None,
     ) -> messages.World:
         """Report that this worker is ready, wait for a world and enter it.
 
@@ -88,10 +94,11 @@ class DriverWorlds:
         session.groups.make_room()
         store = session.groups.listen()
         session.groups.connect_ahead()
+        sent = _sendable(metadata or {}, store)
 
         def ready(recovery: Recovery) -> list[Action]:
             session.phases.mark("ready", time.monotonic())
-            return recovery.wait_for_world(store, layout, shards, kept, step_count.state_step)
+            return recovery.wait_for_world(store, layout, shards, kept, step_count.state_step, sent)
 
         session.update(ready)
         failpoint("rendezvous")
@@ -165,6 +172,17 @@ class FixedWorlds:
                 f"not all of the {place.size} ranks called init() again: {error}. Call shutdown() and init() the same"
                 " number of times on every rank"
             ) from error
+
+
+def _sendable(metadata: Mapping[str, str], store: Address) -> dict[str, str]:
+    """Return the metadata that the driver accepts, with the address of this worker's store if there is any.
+
+    The members of a world exchange a value themselves if one of them does not send it.
+    """
+    sent = {name: text for name, text in metadata.items() if len(text) <= messages.METADATA_LIMIT}
+    if sent:
+        sent[STORE] = msgspec.json.encode(store).decode()
+    return sent if len(sent) <= messages.METADATA_VALUES else {}
 
 
 def _open(session: Session, world: messages.World) -> None:

@@ -499,6 +499,12 @@ class HandledState(_OfThisProcess, ObjectState):
             if rt is None or not rt.provisional:
                 self.save()
 
+    def world_metadata(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for handler in self._of_kind(DiLoCoStateHandler):
+            found |= handler.value.metadata()
+        return found
+
     def begin_reconcile(self) -> None:
         for handler in self._of_kind(DiLoCoStateHandler):
             handler.value.begin_reconcile()
@@ -511,7 +517,7 @@ class HandledState(_OfThisProcess, ObjectState):
                     f"{' and '.join(f'state.{handler.name}' for handler in found)} can't be merged with grace_s=, which"
                     " is limited to one DiLoCo per state: train both models in one DiLoCo, or omit grace_s"
                 )
-            lifecycle.current().commits.stop_at_own_pace()
+            lifecycle.current().commits.stop_with(found[0].value.stop_group())
         lacking = any(handler.value.lacks_merges for handler in found)
         for island in self._island_shards():
             island.recover()

@@ -246,6 +246,10 @@ class State:
             PeerLost: a rank was lost.
         """
 
+    def world_metadata(self) -> dict[str, str]:
+        """Return metadata with which `reconcile` compares the ranks. See `WorkerRuntime.start_exchange`."""
+        return {}
+
     def begin_reconcile(self) -> None:
         """Start exchanges of `reconcile` that can run while workers wait for each other. Does not wait.
 

@@ -162,6 +162,10 @@ class FollowingGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._outlived = self._born == 0 and self.ranks is not None
         return self._outlived
 
+    def metadata(self, rt: WorkerRuntime) -> dict[str, str]:
+        """Return the metadata that `enter` uses in the next world. Only subclasses have some."""
+        return {}
+
     def enter(self, rt: WorkerRuntime) -> None:
         """Adopt the ranks of a new world. This method is called on all ranks in the same order."""
         self.messages.expect(rt)
@@ -289,6 +293,16 @@ def follow(rt: WorkerRuntime, *, first: bool) -> None:
             continue
         group.enter(rt)
         _register_ranks(group, size)
+
+
+def metadata(rt: WorkerRuntime) -> dict[str, str]:
+    """Return the metadata with which groups adapt to the next world. See `WorkerRuntime.start_exchange`."""
+    known: Any = torchs_groups
+    found: dict[str, str] = {}
+    for group in known.pg_map:
+        if isinstance(group, FollowingGroup):
+            found |= group.metadata(rt)
+    return found
 
 
 def settle(rt: WorkerRuntime) -> None:

@@ -87,8 +87,8 @@ def stranded(name: str, generation: int, *, differs: bool = False) -> Event:
     return WorkerStranded(worker(name), generation, "connection closed by peer", differs)
 
 
-def checked(name: str, generation: int, check: int, change: int = 1) -> Event:
-    return WorkerChecked(worker(name), generation, change, check)
+def checked(name: str, generation: int, check: int, change: int = 1, group: str = "") -> Event:
+    return WorkerChecked(worker(name), generation, change, check, group)
 
 
 def leaving(name: str) -> Event:

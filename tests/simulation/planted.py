@@ -17,6 +17,7 @@ import torch
 from elastic.driver.agents.agent_pool import AgentPool
 from elastic.driver.events import HostLost
 from elastic.driver.job.job_decisions import JobDecisions
+from elastic.driver.membership import reconnect
 from elastic.driver.membership.failure_detection import suspicion
 from elastic.driver.membership.failure_detection.frozen import Frozen
 from elastic.driver.membership.failure_detection.stuck import Stuck
@@ -186,6 +187,14 @@ def fenced_may_return(original: Any) -> Any:
         return original(self, event)
 
     return reconnected
+
+
+def without_metadata(original: Any) -> Any:
+    return lambda *fields: original(*fields[:-1])
+
+
+def in_reverse(original: Any) -> Any:
+    return lambda members: original(members[::-1])
 
 
 def lost_means_dead(original: Any) -> Any:
@@ -457,6 +466,10 @@ SIMULATED = {
     "survivors are not waited for": Bug(Gathering, "awaited", nobody),
     "all stop where the last one is": Bug(PlannedChange, "stop", earliest_answer, changing=True),
     "who was fenced may return": Bug(Reconnects, "reconnected", fenced_may_return),
+    "a world is repeated without metadata": Bug(
+        reconnect, "TellWorld", without_metadata, first=241
+    ),
+    "metadata is not in rank order": Bug(worlds, "_metadata_of", in_reverse, first=1),
     "a lost host's workers are dead": Bug(Frozen, "host_lost", lost_means_dead),
     "an order to kill is an exit": Bug(WorkerPool, "kill", killed_means_dead),
     "no deadline for an exit": Bug(WorkerPool, "_dies_within_s", immortals_awaited, first=21),

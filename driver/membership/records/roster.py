@@ -61,6 +61,7 @@ class WorkerRecord:
     # first world in which the worker trained; 0 if it has not trained yet
     first_generation: int = 0
     store: Address | None = None
+    metadata: dict[str, str] | None = None  # of the worker's latest Ready message, None if empty
     layout: str = ""
     running: bool = False  # whether the worker is inside elastic.run
     # time at which the worker's first collective of the generation completed

@@ -70,7 +70,7 @@ class Deadlines(Part):
                 missed = because(
                     ReasonKind.NOT_STOPPED,
                     workers=", ".join(late),
-                    check=self.worlds.change.check,
+                    check=max(self.worlds.change.checks.values()),
                     within_s=self.settings.elastic_timeout_s,
                 )
                 self.worlds.break_up(missed)

@@ -27,7 +27,7 @@ from elastic.driver.membership.worlds.spoilt_commits import Beginning, SpoiltCom
 from elastic.driver.membership.worlds.world import World
 from elastic.driver.reasons import Fact, Reason, ReasonKind, because
 from elastic.driver.settings import Settings
-from elastic.protocol.messages import Commit, Place, Worker
+from elastic.protocol.messages import MEMBERS_WITH_METADATA, Commit, Place, Worker
 
 NO_INIT = (
     "no worker called init(), so no training took place: check that the script calls init(), and that it ran at all"
@@ -275,6 +275,7 @@ class Worlds:
                 and (self.stopping or self.all_go or beginning.older is not None)
                 and arranged.commit is not None
             ),
+            metadata=_metadata_of(began) if arranged.holders and beginning.older is None else [],
         )
         self.actions.add(self.published)
 
@@ -367,9 +368,10 @@ class Worlds:
             self.call_off(because(ReasonKind.NOT_WANTED))
         elif not self.change.silent:
             self.phase = Phase.STOPPING
-            check = self.change.stop(self.now)
-            live = [s.worker for s in self.live()]
-            self.actions.add(events.StopMembersAt(self.generation, self.change.number, check, live))
+            change, live = self.change, [record.worker for record in self.live()]
+            for check, members in change.stop(self.now, live).items():
+                stop = events.StopMembersAt(self.generation, change.number, check, members)
+                self.actions.add(stop)
 
     def call_off(self, reason: Reason) -> None:
         self.phase = Phase.TRAINING
@@ -515,3 +517,10 @@ class Worlds:
             place = record.first_place
         role = "worker" if place is None else f"rank {place.rank}"
         return f"{role} ({worker} on {worker.host})"
+
+
+def _metadata_of(members: list[WorkerRecord]) -> list[dict[str, str]]:
+    """Return the metadata that each member of a world receives: see `protocol.messages.World.metadata`."""
+    if len(members) > MEMBERS_WITH_METADATA or not any(record.metadata for record in members):
+        return []
+    return [record.metadata or {} for record in members]

@@ -140,7 +140,7 @@ def test_cancelled_change_sends_the_held_reports(merger):
     assert merger.received(B, ready(B), 2.0) == [Heard(B, ready(B))]
 
 
-def test_newcomers_older_generations_and_shards_are_sent_at_once(merger):
+def test_newcomers_older_generations_shards_and_metadata_are_sent_at_once(merger):
     newcomer = Worker("h", 7)
     merger.sent([A, B, C], Broken(2, "lost"))
     first = ready(newcomer, 1, generation=0)
@@ -149,6 +149,8 @@ def test_newcomers_older_generations_and_shards_are_sent_at_once(merger):
     assert merger.received(A, late, 2.0) == [Heard(A, late)]
     sharded = ready(B, shards=ShardsHeld(1))
     assert merger.received(B, sharded, 2.0) == [Heard(B, sharded)]
+    told = ready(C, metadata={"islands": "eu"})
+    assert merger.received(C, told, 2.0) == [Heard(C, told)]
 
 
 def test_different_reports_are_not_merged(merger):

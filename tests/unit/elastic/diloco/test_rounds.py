@@ -81,6 +81,27 @@ def test_merge_that_was_due_when_the_world_failed_is_awaited_a_delay_later():
     assert steps == [[], [], [AwaitMean, ApplyMean]]
 
 
+def test_fragment_due_during_a_repeated_merge_is_sent_after_that_merge():
+    alone = Islands.apart(1, 0)
+    rounds = Rounds(RoundSchedule(8, 2, 3))
+    for _ in range(6):
+        performed(rounds.step(WorldId(1), alone))
+    assert rounds.pending == Sent(0, 4, 7)
+    rounds.interrupted()
+    performed(rounds.enter(WorldId(2), alone))
+    assert rounds.pending == Sent(0, 4, 9)
+    steps = [[*map(type, performed(rounds.step(WorldId(2), alone)))] for _ in range(6)]
+    assert steps == [
+        [],
+        [],
+        [AwaitMean, ApplyMean, StartMean],
+        [],
+        [],
+        [AwaitMean, ApplyMean, StartMean],
+    ]
+    assert rounds.pending == Sent(0, 12, 15)
+
+
 def awaits_mean(actions):
     """Perform actions until one waits for a mean. Return whether there is any."""
     answer = None

@@ -40,15 +40,15 @@ def test_each_fragment_is_sent_once_a_round_and_merged_before_the_next_is_sent(
 
 @pytest.mark.parametrize(
     ("position", "due"),
-    [(4, 7), (5, 7), (6, 7), (7, 7), (8, 11), (9, 11)],  # fragments are sent after steps 4, 8, 12
+    [(4, 7), (5, 8), (7, 10), (8, 11), (9, 11)],  # fragment 0 is sent after steps 4 and 12
 )
-def test_interrupted_merge_is_due_a_delay_later_but_before_the_next_fragment_is_sent(position, due):
+def test_merge_is_due_a_delay_after_a_late_send_but_before_the_next_round(position, due):
     schedule = RoundSchedule(every=8, fragments=2, delay=3)
-    assert schedule.sent_again(Sent(0, 4, 7), position) == Sent(0, 4, due)
+    assert schedule.sent_late(Sent(0, 4, 7), position) == Sent(0, 4, due)
 
 
-def test_interrupted_merge_without_a_delay_is_due_immediately():
-    assert RoundSchedule(every=4).sent_again(Sent(0, 4, 4), 5) == Sent(0, 4, 5)
+def test_merge_of_a_late_send_without_a_delay_is_due_immediately():
+    assert RoundSchedule(every=4).sent_late(Sent(0, 4, 4), 5) == Sent(0, 4, 5)
 
 
 @pytest.mark.parametrize(

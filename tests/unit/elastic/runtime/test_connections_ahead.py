@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
@@ -14,7 +15,7 @@ from elastic.protocol.pending_handshakes import count_limit
 from elastic.rendezvous import store, worker_settings
 from elastic.rendezvous.store import Call
 from elastic.runtime import process_groups, store_connections
-from elastic.runtime.process_groups import Groups
+from elastic.runtime.process_groups import STORE, Groups
 
 WAIT_S = 20.0
 
@@ -57,6 +58,46 @@ def test_requests_to_the_next_world_connect_only_when_rank_0_has_changed(stays, 
             each.retire()
             each.close()
     assert connects == [not stays]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_group_without_rank_0_meets_at_its_first_rank_if_its_address_is_known(known, monkeypatch):
+    monkeypatch.setattr(process_groups, "CLOSE_S", 0.0)
+    monkeypatch.setattr(process_groups, "_FORM_S", 0.0)
+    env = worker_settings.read({})
+    groups = [Groups(env, lambda: False) for _ in range(3)]
+    addresses = [each.listen() for each in groups]
+    metadata = [{STORE: msgspec.json.encode(each).decode()} for each in addresses]
+    if not known:
+        metadata[0] = {}
+    formed: set[int] = set()
+
+    def enter(rank: int) -> Place:
+        place = Place(rank, 3, 0, 1, rank, 3)
+        world = World(1, place, addresses[0], 3, None, "a test", metadata=metadata)
+        groups[rank].open(world, lambda reason: None)
+        return place
+
+    def form(rank: int) -> None:
+        groups[rank].form(("island", "cpu", (1, 2)), 1, enter(rank))
+        formed.add(rank)
+
+    threads = [threading.Thread(target=form, args=(rank,)) for rank in (1, 2)]
+    try:
+        if not known:  # Otherwise, the other ranks do not need the store of rank 0.
+            enter(0)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        following = [each.listen() for each in groups]
+    finally:
+        for each in groups:
+            each.retire()
+            each.close()
+    assert formed == {1, 2}
+    # A socket that serves a store of this world is not used for the next world.
+    assert [a == b for a, b in zip(addresses, following, strict=True)] == [known, not known, True]
 
 
 @pytest.mark.parametrize("descriptors", [1024, 4096])

@@ -12,7 +12,7 @@ import pytest
 from elastic.collectives import threads_at_exit
 from elastic.collectives.groups import group_factory
 from elastic.collectives.store_group import DistantGroup
-from elastic.protocol.messages import STATE, Place
+from elastic.protocol.messages import STATE, Address, Place, World
 from elastic.rendezvous import worker_settings
 from elastic.rendezvous.store import Store
 from elastic.runtime.collective_progress import ProgressCounter
@@ -53,6 +53,45 @@ def test_exchange_in_the_background_does_not_delay_the_exit(monkeypatch):
     assert threads_at_exit.finish(0.0)
     ends.set()
     assert exchange.wait() == [b"x"]
+
+
+def in_world(metadata: list[dict[str, str]]) -> tuple[GuardedGroups, Any]:
+    """Return the groups of rank 0 of 2, and the store of the world."""
+    session = Session(
+        dataclasses.replace(worker_settings.read({}), elastic=True),
+        create_autospec(Link, instance=True),
+    )
+    place = Place(0, 2, 0, 1, 0, 2)
+    session.recovery.place = place
+    session.recovery.world = World(3, place, Address("h", 1), 2, None, "", metadata=metadata)
+    groups: Any = create_autospec(Groups, instance=True)
+    store = groups.store = create_autospec(Store, instance=True)
+    store.exchange.return_value = [b"eu", b"us"]
+    session.groups = groups
+    return GuardedGroups(session, ProgressCounter()), store
+
+
+def test_exchange_of_a_value_that_is_metadata_of_all_ranks_needs_no_store():
+    groups, store = in_world([{"islands": "eu"}, {"islands": "us"}])
+    received: list[list[bytes]] = []
+    exchange = groups.start_exchange("islands", b"eu", received.append)
+    assert received == [[b"eu", b"us"]]
+    assert exchange.wait() == [b"eu", b"us"]
+    assert not store.exchange.called
+
+
+@pytest.mark.parametrize("metadata", [[], [{"islands": "eu"}, {"other": "us"}]])
+def test_exchange_uses_the_store_if_a_rank_has_not_sent_the_value(metadata):
+    groups, store = in_world(metadata)
+    assert groups.start_exchange("islands", b"eu").wait() == [b"eu", b"us"]
+    assert store.exchange.call_args.args[0] == "islands"
+
+
+def test_second_exchange_of_a_name_uses_the_store_because_the_value_may_have_changed():
+    groups, store = in_world([{"islands": "eu"}, {"islands": "us"}])
+    groups.start_exchange("islands", b"eu").wait()
+    groups.start_exchange("islands", b"asia").wait()
+    assert [call.args[3] for call in store.exchange.call_args_list] == [b"asia"]
 
 
 def test_values_of_a_state_copy_on_one_host_need_no_store():

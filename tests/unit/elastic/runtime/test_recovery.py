@@ -178,11 +178,12 @@ def test_all_workers_stop_one_check_after_the_most_advanced_one():
     assert behind.arrive() is Verdict.STOP
 
 
-def test_worker_of_its_own_pace_stops_at_its_next_safepoint_for_a_planned_change():
+def test_worker_names_the_group_with_which_it_stops_for_a_planned_change():
     r = training()
-    r.own_pace = True
-    assert r.receive(Prepare(2, 1)) == [Send(Checked(2, 1, 0))]
-    r.receive(StopAt(2, 1, 40))  # the safepoint of a faster worker
+    r.stop_group = "eu"
+    assert r.receive(Prepare(2, 1)) == [Send(Checked(2, 1, 0, "eu"))]
+    r.receive(StopAt(2, 1, 2))  # the safepoint of a faster worker of its group
+    assert r.arrive() is Verdict.PASS
     assert r.arrive() is Verdict.STOP
 
 

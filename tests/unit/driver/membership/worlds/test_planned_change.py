@@ -14,6 +14,8 @@ from elastic.driver.events import (
     PrepareChange,
     PublishWorld,
     StartWorker,
+    StopMembersAt,
+    WorkerReconnected,
 )
 from elastic.driver.membership.membership import Phase
 from elastic.driver.reasons import ReasonKind, because
@@ -55,6 +57,20 @@ def test_newcomers_within_a_moment_share_one_interruption():
     assert not has(PrepareChange, talk.join("h:2"))
     assert not has(PrepareChange, talk.wait(0.9))
     assert str(the(PrepareChange, talk.join("h:3")).reason) == "h:2#1, h:3#1 joined"
+
+
+def test_each_group_stops_at_the_safepoint_that_none_of_its_members_has_passed():
+    talk = joining(4)
+    for name, check, group in (("h:0", 5, "eu"), ("h:1", 6, "eu"), ("h:2", 2, "us")):
+        talk.tell(checked(name, 2, check, group=group))
+    actions = talk.tell(checked("h:3", 2, 2, group="us"))
+    stops = {
+        each.check: [*map(str, each.members)] for each in actions if isinstance(each, StopMembersAt)
+    }
+    assert stops == {7: ["h:0#1", "h:1#1"], 3: ["h:2#1", "h:3#1"]}
+    [again] = talk.tell(WorkerReconnected(worker("h:2"), 2, True))
+    assert isinstance(again, StopMembersAt)
+    assert (again.check, again.members) == (3, [worker("h:2")])
 
 
 def test_waiting_for_more_newcomers_ends():
