@@ -223,13 +223,22 @@ def work(given: dict[str, Any]) -> None:
 
 
 def losses(
-    names: list[str], rates: list[float], train_steps: int, seed: int, every: int = EVERY
+    names: list[str],
+    rates: list[float],
+    train_steps: int,
+    seed: int,
+    every: int = EVERY,
+    workers: int = 1,
 ) -> list[Loss]:
-    """Return validation losses in nats per byte after the same tokens, by learning rate and training. Collective."""
+    """Return validation losses in nats per byte after the same tokens, by learning rate and training. Collective.
+
+    Each rank is an island of ``workers`` workers: the mean gradient of its windows is that of their DDP.
+    """
     rank, found = distributed.get_rank(), list[Loss]()
     for highest, name in itertools.product(rates, names):
         options = dict(TRAININGS[name])
-        course = models.GptCourse(rank, train_steps, seed, highest)
+        windows = workers * models.GPT_WINDOWS
+        course = models.GptCourse(rank, train_steps, seed, highest, windows)
         model, predict, diloco = course.model, None, None
         if name == "synchronous":
             predict = DistributedDataParallel(model)
@@ -444,8 +453,11 @@ def main() -> None:
             list(dict.fromkeys(options.learning_rates)),
             options.steps,
             options.seed,
+            EVERY,
+            workers,
         )
-        console.print(loss_table(found, f"validation loss after {options.steps} steps"))
+        title = f"validation loss after {options.steps} steps, {len(HOSTS)} islands of {workers}"
+        console.print(loss_table(found, title))
         marks += loss_marks(found)
     arguments = {"every": EVERY, "fragments": FRAGMENTS, "delay": DELAY} | options.arguments
     arguments["step_s"] = options.step_ms / 1e3

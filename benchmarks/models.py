@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 BATCHES = 8  # per rank; used in turn
 GPT_LR = 3e-3
+GPT_WINDOWS = 4  # of a rank in a step
 COURSE_BYTES = 4_000_000
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -101,9 +102,12 @@ class GptCourse:
     Args:
         rank: whose windows are drawn. The initial parameters depend only on ``seed``.
         highest: highest learning rate.
+        windows: number of windows in a step.
     """
 
-    def __init__(self, rank: int, steps: int, seed: int, highest: float = GPT_LR) -> None:
+    def __init__(
+        self, rank: int, steps: int, seed: int, highest: float = GPT_LR, windows: int = GPT_WINDOWS
+    ) -> None:
         sys.path.append(str(EXAMPLES))
         from gpt_model import GPT, Windows, standard_library
 
@@ -112,7 +116,7 @@ class GptCourse:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=highest, betas=(0.9, 0.95), weight_decay=0.1
         )
-        self.steps, self.highest = steps, highest
+        self.steps, self.highest, self.windows = steps, highest, windows
         self._training = Windows(standard_library(COURSE_BYTES)[0], self.model.context)
         self._draw = torch.Generator().manual_seed(1000 * seed + rank)
 
@@ -121,7 +125,7 @@ class GptCourse:
         rate = learning_rate(step, self.steps, self.highest)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        chosen = torch.randint(len(self._training), (4,), generator=self._draw).tolist()
+        chosen = torch.randint(len(self._training), (self.windows,), generator=self._draw).tolist()
         batch = torch.stack([self._training[index] for index in chosen])
         logits = (predict or self.model)(batch[:, :-1])
         self.optimizer.zero_grad()
