@@ -92,6 +92,7 @@ class WorkerReady(Event, omit_defaults=True):
     step: int | None = None
     own_pace: bool = False
     metadata: dict[str, str] = {}
+    source: dict[str, str] = {}
 
 
 class WorkersReady(Event, omit_defaults=True):
@@ -711,12 +712,13 @@ class PublishWorld(Action, omit_defaults=True):
     reason: Reason
     checkpoint: bool = False
     metadata: list[dict[str, str]] = []
+    source: dict[str, str] = {}
 
 
 class TellWorld(Action, omit_defaults=True):
     """Send the current world to one member again, because the first message may have been lost with a connection.
 
-    ``copies`` and ``metadata`` are those of `protocol.messages.World`.
+    ``copies``, ``metadata`` and ``source`` are those of `protocol.messages.World`.
     """
 
     generation: int
@@ -728,6 +730,7 @@ class TellWorld(Action, omit_defaults=True):
     checkpoint: bool = False
     copies: list[list[int]] = []
     metadata: list[dict[str, str]] = []
+    source: dict[str, str] = {}
 
 
 class WelcomeWorker(Action):

@@ -70,7 +70,9 @@ class Context(Protocol):
         self, purpose: str, device: torch.device, ranks: tuple[int, ...] | None = None
     ) -> Collectives: ...
 
-    def copy_group(self, name: str, ranks: tuple[int, ...]) -> Collectives | DistantGroup: ...
+    def copy_group(
+        self, name: str, ranks: tuple[int, ...], *, replies: bool = False
+    ) -> Collectives | DistantGroup: ...
 
     def wanted(
         self, purpose: str, device_type: str, ranks: tuple[int, ...] | None = None

@@ -53,6 +53,7 @@ from elastic.rendezvous import distributed_samplers
 from elastic.runtime import host_updates, lifecycle
 from elastic.runtime.errors_while_leaving import Departure
 from elastic.runtime.failures import hardware_errors
+from elastic.runtime.guarded_groups import as_text, reply_to
 from elastic.runtime.session import Session
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.script_checks.observer import ScriptObserver, observing
@@ -346,8 +347,19 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     state.report_step()
     # If the script's own code runs while this worker enters the world, the state is not known in advance.
     early = runs_script_in_reset(state)
-    metadata = following_group.metadata(rt) | ({} if early else state.world_metadata())
-    world = rt.worlds.next(digest, text, state.held_shards(), state.kept_commits(), metadata)
+    metadata, source = following_group.metadata(rt), dict[str, str]()
+    if not early:
+        metadata |= state.world_metadata()
+        broadcast = state.first_broadcast()
+        if broadcast is not None:
+            content, reply = broadcast
+            source = {name: as_text(each) for name, each in process_sets.source().items()}
+            source[STATE] = as_text(content)
+            if not rt.provisional:
+                metadata[reply_to(STATE)] = as_text(reply)
+    world = rt.worlds.next(
+        digest, text, state.held_shards(), state.kept_commits(), metadata, source
+    )
     training_checkpoints.entered(rt, world)
     following_group.follow(rt, first=first and not joined)
     rt.kept_variables.follow(rt.place, first=first)
@@ -431,7 +443,7 @@ def _copy_state(
         return 0
     group_on = functools.partial(rt.group, STATE, ranks=ranks)
     with rt.guard(COPY), timeline.during("state", COPY):
-        group = rt.copy_group(STATE, ranks)
+        group = rt.copy_group(STATE, ranks, replies=True)
         copied = state.transfer(
             group,
             root=0,

@@ -216,6 +216,7 @@ class SimulatedDriver:
                     why,
                     copies=copies,
                     metadata=action.metadata,
+                    source=action.source,
                 )
                 self._tell_mergers([each.worker for each in members], world)
                 for member in members:
@@ -230,6 +231,7 @@ class SimulatedDriver:
                     str(reason),
                     copies=action.copies,
                     metadata=action.metadata,
+                    source=action.source,
                 )
                 self._tell_mergers([member.worker], world)
                 self._send([member.worker], world)

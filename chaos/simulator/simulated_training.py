@@ -150,6 +150,7 @@ class Training:
         assert world.metadata == expected, f"{process.worker} received other metadata than rank 0"
         own = world.metadata[world.place.rank] if world.metadata else metadata
         assert own == metadata, f"{process.worker} sent {metadata}, but received {own}"
+        assert world.source == (world.metadata or [{}])[0], "the source is not that of rank 0"
 
     def run_of(self, generation: int, size: int, step_s: float) -> WorldRun:
         if generation not in self._runs:

@@ -290,7 +290,9 @@ class SimulatedWorker:
         metadata = {"sent": f"{self.worker} at {self.sim.clock.now}"}
         sent = metadata if self.sim.has_metadata else None
         store = Address("127.0.0.1", 1)
-        self.perform(self.recovery.wait_for_world(store, layout, held, kept, metadata=sent))
+        self.perform(
+            self.recovery.wait_for_world(store, layout, held, kept, metadata=sent, source=sent)
+        )
         yield "ready", lambda: self.recovery.phase is not Phase.WAITING
         self.entered = self.wrong_steps = 0
         self.reports.begin_pace()

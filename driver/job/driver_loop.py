@@ -599,6 +599,7 @@ class Driver:
                     action.checkpoint,
                     action.copies,
                     action.metadata,
+                    action.source,
                 )
                 send(member.worker, message)
             case events.WelcomeWorker(worker, place, newcomer, elastic):
@@ -723,6 +724,7 @@ class Driver:
             world.checkpoint,
             copy_groups([each.worker for each in world.members], world.holders),
             world.metadata,
+            world.source,
         )
         self._server.send_world(message, ((each.worker, each.place) for each in world.members))
         self.generation = world.generation

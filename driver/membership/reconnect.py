@@ -84,6 +84,7 @@ class Reconnects(Part):
                     published.checkpoint,
                     copy_groups([each.worker for each in published.members], published.holders),
                     published.metadata,
+                    published.source,
                 )
             )
         at_work = record.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)

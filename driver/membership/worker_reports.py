@@ -109,7 +109,7 @@ class WorkerReports(Part):
             record.commit, record.kept, record.store = commit, kept, Address(host, port)
             record.layout, record.running = layout, running
             if record.metadata is not None:
-                record.metadata = None
+                record.metadata = record.source = None
             if record.inside:
                 record.inside = ""
             record.moved_at = record.waits_since = now
@@ -147,7 +147,10 @@ class WorkerReports(Part):
             return
         was_at_work = record.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)
         record.commit, record.kept, record.store = event.commit, event.kept.commits, store
-        record.metadata = event.metadata or None if isinstance(event, events.WorkerReady) else None
+        if isinstance(event, events.WorkerReady):
+            record.metadata, record.source = event.metadata or None, event.source or None
+        else:
+            record.metadata = record.source = None
         record.layout, record.running = event.layout, event.running
         self.worlds.trained = self.worlds.trained or event.running
         record.moved(self.actions.now)

@@ -29,6 +29,8 @@ from elastic.negotiation.process_set_table import (
 )
 from elastic.protocol.messages import COPY
 
+SETS = "process sets"  # name of the broadcast of the table
+
 _table = ProcessSetTable()
 _dynamic = False
 
@@ -370,7 +372,7 @@ def start_copy(rt: Context, ranks: tuple[int, ...]) -> Callable[[], list[str]]:
         _look_around(rt)
         return list
     with rt.guard(COPY):
-        group = rt.copy_group("process sets", ranks)
+        group = rt.copy_group(SETS, ranks)
         receive = object_exchange.start_broadcast(group, _table.text().encode(), 0)
 
     def complete() -> list[str]:
@@ -381,6 +383,11 @@ def start_copy(rt: Context, ranks: tuple[int, ...]) -> Callable[[], list[str]]:
         return news
 
     return complete
+
+
+def source() -> dict[str, bytes]:
+    """Return what this worker broadcasts in `start_copy` if it is the sender. See `WorkerRuntime.copy_group`."""
+    return {SETS: _table.text().encode()}
 
 
 def unregister_all() -> None:

@@ -38,6 +38,8 @@ STEP_INPUT_LIMIT = 16 * 1024  # maximum size of a step input, in bytes
 METADATA_LIMIT = 4096  # maximum size of one value of a worker's metadata, in characters
 METADATA_VALUES = 16  # maximum number of values in a worker's metadata
 MEMBERS_WITH_METADATA = 128  # maximum size of a world whose members receive each other's metadata
+SOURCE_LIMIT = 16 * 1024  # maximum size of one value of `Ready.source`, in characters
+MEMBERS_WITH_SOURCE = 32  # maximum size of a world whose members send `Ready.source`
 COPY = "copy of the state"  # activity that a worker reports while it waits for a copy of the state
 # activity that a worker reports while it waits for a commit of a sharded state
 SHARDS_COMMIT = "commit of the shards"
@@ -57,6 +59,16 @@ Metadata = Annotated[
     dict[
         Annotated[str, msgspec.Meta(max_length=300)],
         Annotated[str, msgspec.Meta(max_length=METADATA_LIMIT)],
+    ],
+    msgspec.Meta(max_length=METADATA_VALUES),
+]
+
+
+# First values that a worker broadcasts if it is the source of the state, by the name of the broadcast.
+Source = Annotated[
+    dict[
+        Annotated[str, msgspec.Meta(max_length=300)],
+        Annotated[str, msgspec.Meta(max_length=SOURCE_LIMIT)],
     ],
     msgspec.Meta(max_length=METADATA_VALUES),
 ]
@@ -361,6 +373,7 @@ class Ready(Message):
     # whether this worker stops for a planned change independently of some members, see `Checked`
     own_pace: bool = False
     metadata: Metadata = {}  # see `World.metadata`
+    source: Source = {}  # see `World.source`
 
 
 class Failed(Message):
@@ -751,6 +764,8 @@ class World(Message):
         metadata: metadata that the members have sent with Ready, by rank, so that they need not exchange it. Empty if
             the world is larger than `MEMBERS_WITH_METADATA` or does not begin from the newest commit of its members, in
             which case the members exchange these values themselves.
+        source: the values that rank 0 has sent with Ready in case it becomes the source of the state. Empty whenever
+            ``metadata`` is empty.
     """
 
     generation: int
@@ -763,6 +778,7 @@ class World(Message):
     checkpoint: bool = False
     copies: list[list[int]] = []
     metadata: list[Metadata] = []
+    source: Source = {}
 
     @property
     def lacking(self) -> range:

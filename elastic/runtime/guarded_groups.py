@@ -5,6 +5,7 @@ User code is interrupted only in the training thread, at the places documented i
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import itertools
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import TYPE_CHECKING, Protocol, cast
@@ -22,7 +24,7 @@ from elastic.collectives import own_gpu
 from elastic.collectives.groups.group_factory import MESSAGES
 from elastic.collectives.interface import Collectives
 from elastic.collectives.single_rank import LocalCollectives
-from elastic.collectives.store_group import DistantGroup, Wait
+from elastic.collectives.store_group import Broadcast, DistantGroup, Wait
 from elastic.errors import CollectiveFailed, Differing, PeerLost
 from elastic.monitoring import script_line
 from elastic.negotiation.engine import Engine
@@ -36,6 +38,21 @@ from elastic.runtime.session import Session
 
 if TYPE_CHECKING:
     from elastic.collectives.interface import Messenger
+
+
+def as_text(content: bytes) -> str:
+    """Return bytes as text that a worker can send with Ready."""
+    return base64.b64encode(zlib.compress(content)).decode()
+
+
+def as_bytes(text: str) -> bytes:
+    """Return the bytes that `as_text` has encoded."""
+    return zlib.decompress(base64.b64decode(text))
+
+
+def reply_to(name: str) -> str:
+    """Return the name of the metadata with which a worker replies to a broadcast. See `WorkerRuntime.copy_group`."""
+    return f"reply to {name}"
 
 
 class GuardedGroups:
@@ -87,7 +104,9 @@ class GuardedGroups:
             key = (purpose, "cpu", ranks)
             self._session.groups.form_ahead(key, generation, recovery.place)
 
-    def copy_group(self, name: str, ranks: tuple[int, ...]) -> Collectives | DistantGroup:
+    def copy_group(
+        self, name: str, ranks: tuple[int, ...], *, replies: bool = False
+    ) -> Collectives | DistantGroup:
         """Return the group in which these ranks copy values. See `WorkerRuntime.copy_group`."""
         groups, place = self._session.groups, self._session.recovery.place
         form = functools.partial(self.group, STATE, torch.device("cpu"), ranks)
@@ -103,7 +122,21 @@ class GuardedGroups:
             key = f"{name} value {next(numbers)} of {','.join(map(str, ranks))}"
             return StoreExchange(store, key, rank, len(ranks), blob, limit_s).wait
 
-        return DistantGroup(rank, len(ranks), start, form)
+        known = self._known_broadcast(name, ranks, replies=replies)
+        return DistantGroup(rank, len(ranks), start, form, known)
+
+    def _known_broadcast(
+        self, name: str, ranks: tuple[int, ...], *, replies: bool
+    ) -> Broadcast | None:
+        """Return the result of the first broadcast of a copy, or None if the message about the world lacks a value."""
+        world = self._session.recovery.world
+        if world is None or name not in world.source or not world.metadata:
+            return None
+        sent = [world.metadata[rank].get(reply_to(name)) for rank in ranks[1:]] if replies else []
+        received = [as_bytes(each) for each in sent if each is not None]
+        if len(received) < len(sent):
+            return None
+        return Broadcast(as_bytes(world.source[name]), [*received])
 
     def start_exchange(
         self, key: str, blob: bytes, then: Callable[[list[bytes]], None] | None = None

@@ -306,6 +306,7 @@ class Recovery:
         kept: Sequence[messages.KeptCommit] = (),
         step: int | None = None,
         metadata: Mapping[str, str] | None = None,
+        source: Mapping[str, str] | None = None,
     ) -> list[Action]:
         """Report that this worker is ready. The driver answers with a World, or with the end of the job.
 
@@ -315,7 +316,7 @@ class Recovery:
             shards: shards that this worker holds, or None if its state is not sharded.
             kept: older commits that this worker holds copies of.
             step: step counter of the state at this worker's commit, or None.
-            metadata: see `elastic.protocol.messages.World.metadata`.
+            metadata, source: see `elastic.protocol.messages.World`.
         """
         if self.phase is Phase.OVER:
             return []
@@ -334,6 +335,7 @@ class Recovery:
             None if commit is None else step,
             bool(self.stop_group),
             dict(metadata or {}),
+            dict(source or {}),
         )
         return [Send(self._ready)]
 

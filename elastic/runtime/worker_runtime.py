@@ -135,16 +135,22 @@ class WorkerRuntime:
         """
         self._groups.expect_messages(purpose, ranks)
 
-    def copy_group(self, name: str, ranks: tuple[int, ...]) -> Collectives | DistantGroup:
+    def copy_group(
+        self, name: str, ranks: tuple[int, ...], *, replies: bool = False
+    ) -> Collectives | DistantGroup:
         """Return the group in which the state is sent in the current world.
 
-        If the world spans several hosts, short values are sent through the store.
+        If the world spans several hosts, short values are sent through the store. The first broadcast needs no message
+        if rank 0 has sent its content as ``source`` of this name when it became ready for this world (see
+        `guarded_groups.as_text`).
 
         Args:
             name: name of what is copied, unique within the generation.
             ranks: the sender, followed by the receivers, which all call this method.
+            replies: whether the receivers reply to the first broadcast. They must then have sent their replies as
+                metadata `guarded_groups.reply_to`, or the broadcast uses the store.
         """
-        return self._groups.copy_group(name, ranks)
+        return self._groups.copy_group(name, ranks, replies=replies)
 
     def start_exchange(
         self, key: str, blob: bytes, then: Callable[[list[bytes]], None] | None = None

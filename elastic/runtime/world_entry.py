@@ -46,6 +46,7 @@ class DriverWorlds:
         shards: messages.ShardsHeld | None = None,
         kept: Sequence[messages.KeptCommit] = (),
         metadata: Mapping[str, str] | None = None,
+        source: Mapping[str, str] | None = None,
     ) -> messages.World:
         """Report that this worker is ready, and wait for a world. This method is called under ``elastic.run``.
 
@@ -55,6 +56,8 @@ class DriverWorlds:
             shards: shards that this worker holds, or None if its state is not sharded.
             kept: older commits that this worker holds copies of.
             metadata: values that all members of the next world receive, by name. See `WorkerRuntime.start_exchange`.
+            source: first values that this worker broadcasts if it is the source of the state, by the name of the
+                broadcast. See `WorkerRuntime.copy_group`. Sent only if there is metadata.
 
         Raises:
             PeerLost: the world failed. `Session.raise_over` lists the other errors.
@@ -62,7 +65,7 @@ class DriverWorlds:
         if self._layout is None or layout != self._layout.digest:
             self._layout = messages.Layout(layout, text)
             self._session.send(self._layout)
-        return self._wait(layout, shards, kept, metadata)
+        return self._wait(layout, shards, kept, metadata, source)
 
     def restate(self) -> None:
         """Send the layout and the step input again, to another driver or on another connection.
@@ -85,6 +88,7 @@ class DriverWorlds:
         shards: messages.ShardsHeld | None = None,
         kept: Sequence[messages.KeptCommit] = (),
         metadata: Mapping[str, str] | None = None,
+        source: Mapping[str, str] | None = None,
     ) -> messages.World:
         """Report that this worker is ready, wait for a world and enter it.
 
@@ -95,10 +99,12 @@ class DriverWorlds:
         store = session.groups.listen()
         session.groups.connect_ahead()
         sent = _sendable(metadata or {}, store)
+        first = _sendable_source(source or {}, session.recovery.place) if sent else {}
 
         def ready(recovery: Recovery) -> list[Action]:
             session.phases.mark("ready", time.monotonic())
-            return recovery.wait_for_world(store, layout, shards, kept, step_count.state_step, sent)
+            step = step_count.state_step
+            return recovery.wait_for_world(store, layout, shards, kept, step, sent, first)
 
         session.update(ready)
         failpoint("rendezvous")
@@ -183,6 +189,13 @@ def _sendable(metadata: Mapping[str, str], store: Address) -> dict[str, str]:
     if sent:
         sent[STORE] = msgspec.json.encode(store).decode()
     return sent if len(sent) <= messages.METADATA_VALUES else {}
+
+
+def _sendable_source(source: Mapping[str, str], place: messages.Place) -> dict[str, str]:
+    """Return the values of a source that the driver accepts. None are needed on one host, or in a large world."""
+    if not place.several_hosts or place.size > messages.MEMBERS_WITH_SOURCE:
+        return {}
+    return {name: text for name, text in source.items() if len(text) <= messages.SOURCE_LIMIT}
 
 
 def _open(session: Session, world: messages.World) -> None:

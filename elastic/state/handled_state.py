@@ -505,6 +505,14 @@ class HandledState(_OfThisProcess, ObjectState):
             found |= handler.value.metadata()
         return found
 
+    def first_broadcast(self) -> tuple[bytes, bytes] | None:
+        if self.commits_together() or not self._of_kind(DiLoCoStateHandler):
+            return None
+        try:
+            return state_transfer.first_broadcast(self._parts(), self._values(), self.layout())
+        except Invalid:  # `transfer` raises this error if the values have to be sent.
+            return None
+
     def begin_reconcile(self) -> None:
         for handler in self._of_kind(DiLoCoStateHandler):
             handler.value.begin_reconcile()

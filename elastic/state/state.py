@@ -250,6 +250,13 @@ class State:
         """Return metadata with which `reconcile` compares the ranks. See `WorkerRuntime.start_exchange`."""
         return {}
 
+    def first_broadcast(self) -> tuple[bytes, bytes] | None:
+        """Return what `transfer` broadcasts first with ``keeps`` on the root, and the reply of other ranks.
+
+        None if this is not worth knowing in advance, because all workers that have a commit have the newest one.
+        """
+        return None
+
     def begin_reconcile(self) -> None:
         """Start exchanges of `reconcile` that can run while workers wait for each other. Does not wait.
 

@@ -61,7 +61,9 @@ class WorkerRecord:
     # first world in which the worker trained; 0 if it has not trained yet
     first_generation: int = 0
     store: Address | None = None
-    metadata: dict[str, str] | None = None  # of the worker's latest Ready message, None if empty
+    # of the worker's latest Ready message, None if empty
+    metadata: dict[str, str] | None = None
+    source: dict[str, str] | None = None  # None also after a world has been published
     layout: str = ""
     running: bool = False  # whether the worker is inside elastic.run
     # time at which the worker's first collective of the generation completed

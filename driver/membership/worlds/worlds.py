@@ -260,6 +260,8 @@ class Worlds:
             record.phase = record.last_inside = ""
             if record.gpu:
                 record.gpu = []
+        newest = arranged.holders > 0 and beginning.older is None
+        metadata = _metadata_of(began) if newest else []
         self.published = events.PublishWorld(
             generation=self.generation,
             members=self.world.placed(),
@@ -275,8 +277,12 @@ class Worlds:
                 and (self.stopping or self.all_go or beginning.older is not None)
                 and arranged.commit is not None
             ),
-            metadata=_metadata_of(began) if arranged.holders and beginning.older is None else [],
+            metadata=metadata,
+            source=source.source or {} if metadata else {},
         )
+        for record in began:
+            if record.source is not None:
+                record.source = None
         self.actions.add(self.published)
 
     def _report_doubts(self, beginning: Beginning) -> None:

@@ -193,6 +193,7 @@ class IslandShards:
         # newest commit that belongs to the values of this rank's state
         self._completed: CommitId | None = None
         self._begun: CommitId | None = None
+        self._position = 0  # position of the DiLoCo in the commit `_completed`
 
     def _runtime(self) -> WorkerRuntime | None:
         rt = lifecycle.active()
@@ -224,6 +225,7 @@ class IslandShards:
     def completed(self) -> None:
         """Record that the other values of the state were saved after `commit`."""
         self._completed = self._begun
+        self._position = self._diloco.position
 
     def finish(self) -> None:
         """Wait until the newest commit can be restored even if this worker is lost. Collective in the island.
@@ -314,6 +316,10 @@ class IslandShards:
         trained = whole is not None and whole.commit.generation > 0
         merges = sum(self._diloco.merged) if trained else 0
         self._meet_islands(rt, IslandReport(whole is not None, trained, merges), met)
+        # If the island has restored an older commit, it repeats no step, like an island that is behind the others: the
+        # other values of the state, such as its step, are those of the newest commit.
+        rounds = self._diloco.rounds
+        rounds.position = max(rounds.position, self._position)
         self._commit()
         self._commits.seal()
         self.completed()

@@ -116,6 +116,20 @@ def _send(
     keeps: bool,
     before_decoding: Callable[[], object] | None,
 ) -> int:
+    header, tensors, specs, versions = _packed_state(parts, values, layout, keeps=keeps)
+    _, replies = object_exchange.broadcast_with_replies(group, header, root, b"")
+    if before_decoding is not None:
+        before_decoding()
+    specs = _lacking(group, specs, versions, versions, replies)
+    failpoint("state-copy")
+    moved, _ = _travel(_roads(group, specs, tensors, group_on), root, tensors)
+    return len(header) + moved
+
+
+def _packed_state(
+    parts: Mapping[str, TransferData], values: dict[str, Any], layout: str, *, keeps: bool
+) -> tuple[bytes, dict[Key, torch.Tensor | Destination], dict[Key, TensorSpec], dict[Key, int]]:
+    """Return the header of the state, its tensors with their specs, and the root's versions of them."""
     structures: dict[str, Any] = {}
     tensors: dict[Key, torch.Tensor | Destination] = {}
     specs: dict[Key, TensorSpec] = {}
@@ -127,13 +141,19 @@ def _send(
     content = _pickled(values, structures, _referred(parts))
     versions = _versions(parts) if keeps else {}
     header = pickle.dumps((layout, specs, content, versions), protocol=pickle.HIGHEST_PROTOCOL)
-    _, replies = object_exchange.broadcast_with_replies(group, header, root, b"")
-    if before_decoding is not None:
-        before_decoding()
-    specs = _lacking(group, specs, versions, versions, replies)
-    failpoint("state-copy")
-    moved, _ = _travel(_roads(group, specs, tensors, group_on), root, tensors)
-    return len(header) + moved
+    return header, tensors, specs, versions
+
+
+def first_broadcast(
+    parts: Mapping[str, TransferData], values: dict[str, Any], layout: str
+) -> tuple[bytes, bytes]:
+    """Return what `transfer` broadcasts first with ``keeps`` if this rank is the root, and its reply otherwise.
+
+    Raises:
+        Invalid: a value can't be pickled.
+    """
+    header, *_ = _packed_state(parts, values, layout, keeps=True)
+    return header, _encoded(_versions(parts))
 
 
 def _receive(

@@ -92,6 +92,7 @@ def test_no_handler_of_sigchld_runs_from_the_end_of_a_world_until_user_code_runs
 def entering(world: World) -> tuple[Any, Any]:
     """Runtime and state of a worker that enters this world after another one."""
     rt, state = MagicMock(spec=WorkerRuntime), create_autospec(State, instance=True)
+    state.first_broadcast.return_value = None
     rt.alone, rt.place = False, world.place
     rt.session, rt.worlds, rt.commits, rt.kept_variables = (MagicMock() for _ in range(4))
     rt.session.recovery.newcomer = False

@@ -11,7 +11,7 @@ import torch
 
 import elastic
 from elastic import context
-from elastic.collectives.store_group import DistantGroup
+from elastic.collectives.store_group import Broadcast, DistantGroup
 from elastic.diloco import diloco as diloco_module
 from elastic.errors import Invalid
 from elastic.negotiation import submission
@@ -487,6 +487,51 @@ def test_survivors_need_no_connection():
 
     at_once(receive, states, fake.world(2, timeout_s=5.0))
     assert sorted(exchanges) == [0, 1]  # one round trip
+
+
+def test_survivor_takes_the_values_of_rank_0_without_a_message_if_it_knows_the_first_broadcast():
+    ahead, behind = (with_loader(steps) for steps in (7, 5))
+    (content, _), (_, reply) = ahead.first_broadcast(), behind.first_broadcast()
+    for state in (ahead, behind):
+        state.reset()  # happens after the workers have become ready
+    kept = bits_of([*behind.diloco.inner, *behind.diloco.outer])
+
+    def receive(state, group):
+        known = Broadcast(content, [reply])
+        return state.transfer(DistantGroup(group.rank, 2, never, never, known), 0, keeps=True)
+
+    at_once(receive, [ahead, behind], fake.world(2, timeout_s=5.0))
+    behind.reset()
+    assert behind.step == 7
+    assert behind.loader.state_dict() == ahead.loader.state_dict()
+    assert all(map(torch.equal, kept, bits_of([*behind.diloco.inner, *behind.diloco.outer])))
+
+
+def test_state_without_diloco_or_with_values_that_cannot_be_sent_has_no_first_broadcast():
+    assert elastic.TorchState(model=network(), step=0).first_broadcast() is None
+    state = elastic.TorchState(diloco=trained_state(1, 1).diloco, value=Unsent())
+    assert state.first_broadcast() is None
+
+
+class Unsent:
+    """Value that can be copied, but not pickled."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        raise TypeError("not pickled")
+
+
+def with_loader(steps):
+    """Return the state of a worker that has committed after so many steps."""
+    trained = trained_state(steps, 1)
+    loader = elastic.data.DataLoader(list(range(64)), batch_size=2, shuffle=True)
+    state = elastic.TorchState(diloco=trained.diloco, loader=loader, step=0)
+    for _ in zip(range(steps), loader, strict=False):
+        state.step += 1
+    state.save()
+    return state
 
 
 def trained_state(steps, fragments):

@@ -7,17 +7,18 @@ import threading
 from typing import Any
 from unittest.mock import create_autospec
 
+import msgspec
 import pytest
 
 from elastic.collectives import threads_at_exit
 from elastic.collectives.groups import group_factory
-from elastic.collectives.store_group import DistantGroup
+from elastic.collectives.store_group import Broadcast, DistantGroup
 from elastic.protocol.messages import STATE, Address, Place, World
 from elastic.rendezvous import worker_settings
 from elastic.rendezvous.store import Store
 from elastic.runtime.collective_progress import ProgressCounter
 from elastic.runtime.driver_connection import Link
-from elastic.runtime.guarded_groups import GuardedGroups, StoreExchange
+from elastic.runtime.guarded_groups import GuardedGroups, StoreExchange, as_text, reply_to
 from elastic.runtime.process_groups import Groups
 from elastic.runtime.recovery import Phase
 from elastic.runtime.session import Session
@@ -92,6 +93,39 @@ def test_second_exchange_of_a_name_uses_the_store_because_the_value_may_have_cha
     groups.start_exchange("islands", b"eu").wait()
     groups.start_exchange("islands", b"asia").wait()
     assert [call.args[3] for call in store.exchange.call_args_list] == [b"asia"]
+
+
+REPLY = {reply_to(STATE): as_text(b"none")}
+
+
+def copied(metadata: list[dict[str, str]], source: dict[str, str]) -> tuple[DistantGroup, Any]:
+    """Return the group in which rank 0 sends the state to rank 1 on another host, and the store."""
+    groups, store = in_world(metadata)
+    recovery = groups._session.recovery
+    recovery.place = Place(0, 2, 0, 1, 0, 2)
+    assert recovery.world is not None
+    recovery.world = msgspec.structs.replace(recovery.world, source=source)
+    store.exchange.return_value = [b"\0content", b"\0reply"]
+    group = groups.copy_group(STATE, (0, 1), replies=True)
+    assert isinstance(group, DistantGroup)
+    return group, store
+
+
+def test_first_broadcast_of_a_copy_that_is_in_the_message_about_the_world_needs_no_store():
+    group, store = copied([{}, REPLY], {STATE: as_text(b"header")})
+    assert group.start_broadcast(b"header", 0)() == Broadcast(b"header", [b"none"])
+    assert not store.exchange.called
+    assert group.start_broadcast(b"content", 0)() == Broadcast(b"content", [b"reply"])
+
+
+@pytest.mark.parametrize(
+    ("metadata", "source"),
+    [([{}, {}], {STATE: as_text(b"header")}), ([{}, REPLY], {}), ([], {STATE: as_text(b"header")})],
+)
+def test_first_broadcast_uses_the_store_if_the_source_or_a_reply_is_not_known(metadata, source):
+    group, store = copied(metadata, source)
+    assert group.start_broadcast(b"content", 0)() == Broadcast(b"content", [b"reply"])
+    assert store.exchange.called
 
 
 def test_values_of_a_state_copy_on_one_host_need_no_store():

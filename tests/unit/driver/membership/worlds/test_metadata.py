@@ -26,7 +26,8 @@ LEFT = ("h:0", "h:1", "h:2")
 
 def ready_with(name: str, generation: int, commit: tuple[int, int] | None, text: str) -> Action:
     event = ready(name, generation, commit)
-    return msgspec.structs.replace(event, metadata={"islands": text} if text else {})
+    metadata = {"islands": text} if text else {}
+    return msgspec.structs.replace(event, metadata=metadata, source={"state": f"of {name}"})
 
 
 def after_a_loss(talk: MembershipConversation, **texts: str) -> PublishWorld:
@@ -41,6 +42,7 @@ def test_members_receive_each_others_metadata_in_rank_order():
     world = after_a_loss(running(4))
     assert [str(each.worker) for each in world.members] == ["h:1#1", "h:2#1", "h:0#1"]
     assert world.metadata == [{"islands": name} for name in ("h:1", "h:2", "h:0")]
+    assert world.source == {"state": "of h:1"}
 
 
 def test_member_without_metadata_has_an_empty_entry():
@@ -53,16 +55,19 @@ def test_first_world_has_no_metadata_because_no_commit_exists():
     world = the(PublishWorld, talk.tell(*(ready_with(f"h:{n}", 1, None, "x") for n in range(2))))
     assert world.holders == 0
     assert world.metadata == []
+    assert world.source == {}
 
 
 def test_world_that_begins_with_an_older_commit_has_no_metadata():
     talk = on_two_hosts()
     outvoted(talk)
     events = [ready(name, 2, (2, 70), kept=[(2, 0)]) for name in ("a:0", "a:1", "b:1")]
-    given = [msgspec.structs.replace(event, metadata={"islands": "x"}) for event in events]
+    sent = {"metadata": {"islands": "x"}, "source": {"state": "newest"}}
+    given = [msgspec.structs.replace(event, **sent) for event in events]
     world = the(PublishWorld, talk.tell(*given))
     assert world.commit is not None and world.commit.number == 0
     assert world.metadata == []
+    assert world.source == {}
 
 
 @pytest.mark.parametrize("size", [MEMBERS_WITH_METADATA, MEMBERS_WITH_METADATA + 1])
@@ -87,7 +92,14 @@ def test_repeated_world_has_the_metadata_of_the_first_message_also_after_another
     again = restore_snapshot(take_snapshot(talk.m), talk.m.settings)
     for membership in (talk.m, again):
         actions = membership.handle(WorkerReconnected(worker("h:2"), 2, True), talk.now)
-        assert the(TellWorld, actions).metadata == world.metadata
+        repeated = the(TellWorld, actions)
+        assert (repeated.metadata, repeated.source) == (world.metadata, world.source)
+
+
+def test_source_of_a_member_is_not_kept_when_the_world_has_been_published():
+    talk = running(4)
+    after_a_loss(talk)
+    assert {talk.m.roster[worker(name)].source for name in LEFT} == {None}
 
 
 def test_newcomer_contributes_metadata():
