@@ -11,16 +11,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
 import sys
 import sysconfig
 from collections.abc import Mapping
+from types import ModuleType
 
 import msgspec
 
 from elastic.checkpoints.files.manifest import CommitName
 from elastic.checkpoints.files.storage import Storage
 from elastic.protocol import read_paths
-from elastic.protocol.file_times import changed_since
+from elastic.protocol.file_times import changed_since, modified_since
 
 RETURNED = "returned.json"
 READ = "read-{}.json"  # name of the file with the paths that a rank has read
@@ -148,19 +150,33 @@ def imported(began_at: float) -> dict[str, str] | None:
     installed = tuple(f"{os.path.realpath(p)}{os.sep}" for p in {sys.prefix, sys.base_prefix})
     found: dict[str, str] = {}
     real: dict[str, str] = {}  # paths without links, by folder: they are slow to find
-    for module in [*sys.modules.values()]:
+    for module in loaded_modules():
         file = getattr(module, "__file__", None)
         if isinstance(file, str):
             path = os.path.abspath(file)
-            with contextlib.suppress(OSError):
-                if changed_since(path, began_at):
-                    return None
+            try:
+                status = os.lstat(
+                    path
+                )  # the only system call for most modules: there are thousands
+                is_link = stat.S_ISLNK(status.st_mode)
+                status = os.stat(path) if is_link else status
+            except OSError:
+                found[path] = ""
+                continue
+            if modified_since(status, began_at):
+                return None
             folder = os.path.dirname(path)
             if folder not in real:
                 real[folder] = os.path.join(os.path.realpath(folder), "")
-            target = os.path.realpath(path) if os.path.islink(path) else real[folder]
-            found[path] = signature(path, by_time=target.startswith(installed))
+            target = os.path.realpath(path) if is_link else real[folder]
+            by_time = target.startswith(installed) and stat.S_ISREG(status.st_mode)
+            found[path] = _signature_by_time(status) if by_time else signature(path)
     return found
+
+
+def loaded_modules() -> list[ModuleType]:
+    """Return all modules of this process."""
+    return [*sys.modules.values()]
 
 
 def unchanged(files: Mapping[str, str]) -> bool:
@@ -189,8 +205,7 @@ def signature(path: str, *, by_time: bool = False) -> str:
             listing = repr(sorted(os.listdir(path))).encode(errors="surrogateescape")
             return f"listing:{hashlib.sha256(listing).hexdigest()}"
         if by_time:
-            found = os.stat(path)
-            return f"time:{found.st_size}:{found.st_mtime_ns}"
+            return _signature_by_time(os.stat(path))
         digest = hashlib.sha256()
         with open(path, "rb") as file:
             while block := file.read(BLOCK):
@@ -198,3 +213,7 @@ def signature(path: str, *, by_time: bool = False) -> str:
         return f"sha256:{digest.hexdigest()}"
     except OSError:
         return ""
+
+
+def _signature_by_time(status: os.stat_result) -> str:
+    return f"time:{status.st_size}:{status.st_mtime_ns}"

@@ -24,6 +24,10 @@ def changed_since(path: str, began_at: float) -> bool:
     Raises:
         OSError: the file does not exist or cannot be accessed.
     """
-    found = os.stat(path)
-    whole_seconds = found.st_mtime_ns % 1_000_000_000 == 0
-    return found.st_mtime + (COARSE_S if whole_seconds else 0.0) >= began_at
+    return modified_since(os.stat(path), began_at)
+
+
+def modified_since(status: os.stat_result, began_at: float) -> bool:
+    """Return whether a file with this status may have changed since ``began_at``, a time in seconds since 1970."""
+    whole_seconds = status.st_mtime_ns % 1_000_000_000 == 0
+    return status.st_mtime + (COARSE_S if whole_seconds else 0.0) >= began_at

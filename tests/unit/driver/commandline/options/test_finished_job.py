@@ -32,7 +32,10 @@ ENVIRON = {"PATH": "/bin", "EPOCHS": "3", "SHLVL": "1"}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's folder, with a script, its settings and a module that it imports."""
+    """The user's folder, with a script, its settings and a module that it imports.
+
+    This process has thousands of modules, of other tests; a worker of this folder has this one and two others.
+    """
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
     (tmp_path / "library").mkdir()
@@ -41,7 +44,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         os.utime(tmp_path / path, (1.0, 1.0))
     layers = types.ModuleType("layers_of_this_test")
     layers.__file__ = str(tmp_path / "library/layers.py")
-    monkeypatch.setitem(sys.modules, layers.__name__, layers)
+    modules = [layers, os, finished_training]
+    monkeypatch.setattr(finished_training, "loaded_modules", lambda: modules)
     monkeypatch.setattr(read_paths, "_observed", ReadPaths())
     monkeypatch.setattr(read_paths, "compiled", set)  # imported by other tests
     return tmp_path
@@ -217,6 +221,13 @@ def test_job_that_may_run_elsewhere_is_unknown(more):
     assert started(*more) is None
 
 
+def test_all_modules_of_the_process_are_signed(monkeypatch):
+    monkeypatch.undo()
+    found = finished_training.imported(time.time())
+    assert found is not None
+    assert {__file__, os.__file__, finished_training.__file__} <= found.keys()
+
+
 def test_module_is_signed_by_time_only_if_its_file_without_links_is_installed(folder, monkeypatch):
     installed = folder / "prefix/site"
     installed.mkdir(parents=True)
@@ -227,10 +238,11 @@ def test_module_is_signed_by_time_only_if_its_file_without_links_is_installed(fo
     (folder / "through").symlink_to(installed)
     monkeypatch.setattr(sys, "prefix", str(folder / "prefix"))
     paths = [installed / "real.py", installed / "linked.py", folder / "through/real.py"]
-    for number, path in enumerate([*paths, folder / "library/mine.py"]):
-        module = types.ModuleType(f"module_{number}_of_this_test")
-        module.__file__ = str(path)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    modules = []
+    for path in [*paths, folder / "library/mine.py"]:
+        modules.append(types.ModuleType(path.stem))
+        modules[-1].__file__ = str(path)
+    monkeypatch.setattr(finished_training, "loaded_modules", lambda: modules)
     found = finished_training.imported(time.time())
     assert found is not None
     assert [found[str(path)].partition(":")[0] for path in paths] == ["time", "sha256", "time"]
