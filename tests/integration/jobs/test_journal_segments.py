@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from harness import wording
 from harness.history import SCRIPTS, TRAINING, History
 from harness.job import Job
 
+PROGRAM = [str(SCRIPTS / "small_segments.py")]
 STEPS = 400
 FLAGS = "-H localhost:1,127.0.0.2:1 -np 2 --min-np 1 --resume"
 
@@ -29,9 +29,9 @@ def drivers(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
     def start(flags: str = FLAGS, **env: str) -> Job:
         told = {"ELASTIC_DIGESTS": "1", "STEPS": str(STEPS)} | env
-        program = [sys.executable, str(SCRIPTS / "small_segments.py")]
         command = [*map(str, TRAINING)]
-        started.append(Job(flags, command, folder=tmp_path, env=told, program=program))
+        job = Job(flags, command, folder=tmp_path, env=told, forked=True, program=PROGRAM)
+        started.append(job)
         return started[-1]
 
     yield start
