@@ -552,7 +552,10 @@ def simulated(seed: int) -> Simulation:
     return sim
 
 
-@pytest.mark.parametrize("seed", range(1, 13))
+@pytest.mark.parametrize(
+    "seed",
+    [*range(1, 5), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(5, 13))],
+)
 async def test_simulated_job_is_adopted_at_any_time_and_makes_the_same_decisions(tmp_path, seed):
     """Another driver adopts the job every 29 entries and wherever the simulated driver crashed."""
     sim = simulated(seed)

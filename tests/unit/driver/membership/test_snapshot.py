@@ -41,7 +41,7 @@ from harness.conversation import (
 )
 from harness.golden import raises
 
-EVERY = 5  # entries between two snapshots of a simulated job
+EVERY = 15  # entries between two snapshots of a simulated job
 
 
 def goes_on_alike(entries: list[Entry], settings: Settings, *, first: int = 0) -> int:
