@@ -39,12 +39,16 @@ Loop = ast.For | ast.While
 
 def calls_in(tree: ast.AST) -> Iterator[CommitCall]:
     """Yield a `CommitCall` for each commit() call in a syntax tree."""
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Name | ast.Attribute) or name_of(node) not in NAMES:
-            continue
-        if not isinstance(node, ast.Attribute) or name_of(node.value) not in ARGUMENTS:
-            yield _when(node, parents)
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name | ast.Attribute)
+        and name_of(node) in NAMES
+        and not (isinstance(node, ast.Attribute) and name_of(node.value) in ARGUMENTS)
+    ]
+    if found:  # few trees have calls, and the next line takes most of the time
+        parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+        yield from (_when(node, parents) for node in found)
 
 
 def _when(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> CommitCall:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +66,17 @@ def objects_of_their_own():
     """Each observer scans all objects and collects garbage, which takes half a second with those of other tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def script_of_one_file(monkeypatch):
+    """All other test files of this process would be parsed as parts of the script."""
+    files = source_analysis.script_files
+
+    def own(modules: Mapping[str, object]) -> list[str]:
+        return [file for file in files(modules) if file == __file__]
+
+    monkeypatch.setattr(source_analysis, "script_files", own)
 
 
 @pytest.fixture
