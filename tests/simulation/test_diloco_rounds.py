@@ -673,21 +673,21 @@ def is_found(seeds: Iterable[int], *machine: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    "machine",
+    ("machine", "first"),  # no earlier seed finds the bug
     [
-        ForgetsPendingMerge,
-        RepeatsMergesOfOthers,
-        IgnoresMergesOfOthers,
-        CountsTokensTwice,
-        CountsTokensOfTheLeader,
-        pytest.param(ComparesStepsOnly, marks=pytest.mark.nightly),  # found by seed 800 or so
-        ForgetsThatItsChangeWasSent,
-        AppliesTheMeanOfAnInterruptedMerge,
-        DropsTheChangeOfAnAbsentIsland,
+        (ForgetsPendingMerge, 0),
+        (RepeatsMergesOfOthers, 0),
+        (IgnoresMergesOfOthers, 0),
+        (CountsTokensTwice, 0),
+        (CountsTokensOfTheLeader, 0),
+        pytest.param(ComparesStepsOnly, 0, marks=pytest.mark.nightly),  # found by seed 800 or so
+        (ForgetsThatItsChangeWasSent, 0),
+        (AppliesTheMeanOfAnInterruptedMerge, 286),
+        (DropsTheChangeOfAnAbsentIsland, 0),
     ],
 )
-def test_planted_bugs_of_rounds_are_found(machine):
-    assert is_found(range(SEEDS), machine)
+def test_planted_bugs_of_rounds_are_found(machine, first):
+    assert is_found(range(first, SEEDS), machine)
 
 
 @pytest.mark.parametrize("layout", [LeadsWithTheNewestRank, CountsMembers, KeepsInnerOfSurvivors])
