@@ -41,7 +41,7 @@ from typing import Any, ClassVar, TextIO
 
 MOST_BYTES = 1 << 18  # of a process's instructions
 MOST_DESCRIPTORS = 8  # for a process
-SPARE = 4  # workers beyond those of -np, for slots that return, and agents ...
+SPARE = 4  # workers beyond those of -np, for slots that return, and agents: none if the flags fix the workers ...
 SPARE_WORKERS = "ELASTIC_TEST_SPARE"  # ... unless this variable of a job says another number
 WHOLE_END = "ELASTIC_TEST_WHOLE_END"  # a variable: the interpreter is finalized at the end
 # Read when a process starts, or when it imports torch or TensorFlow.
@@ -63,6 +63,16 @@ KNOWN = {"jemalloc_bg_thd"}  # of pyarrow's allocator, which stops it for a fork
 PYTHON = ("python", sys.executable)
 AGENT_MODULE = "elastic.driver.agents.agent_main"
 CHAOS = (["-m", "elastic.chaos"], ["-m", "stress"])  # programs that start a job
+# Flags of jobs that replace workers or start agents.
+MORE_WORKERS = {
+    "--min-np",
+    "--max-np",
+    "--etcd",
+    "-H",
+    "--hosts",
+    "--hostfile",
+    "--host-discovery-script",
+}
 ROOM = "-"  # for a mark: repetitions in this process's arguments
 
 Program = Callable[[], object]
@@ -157,7 +167,8 @@ def begin(words: list[str]) -> None:
     if words[0] in PYTHON:
         return python(words)
     found = re.search(r"-np (\d+)", " ".join(words))
-    spare = int(os.environ.get(SPARE_WORKERS, SPARE if found else 0))
+    more = not MORE_WORKERS.isdisjoint(word.partition("=")[0] for word in words)
+    spare = int(os.environ.get(SPARE_WORKERS, SPARE if found and more else 0))
     have_forks(spare + (int(found[1]) if found else 0))
     run_script(words)
 
