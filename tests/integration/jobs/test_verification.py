@@ -48,7 +48,9 @@ def fenced(training: Any) -> list[tuple[list[Any], dict[str, Any]]]:
     ]
 
 
-@pytest.mark.parametrize(("last", "native"), [(30, "1"), (0, "0")])
+@pytest.mark.parametrize(
+    ("last", "native"), [(30, "1"), pytest.param(0, "0", marks=pytest.mark.nightly)]
+)
 def test_worker_with_wrong_gradients_is_fenced_and_quarantined_and_no_bit_of_them_remains(
     job, reference, tmp_path, last, native
 ):

@@ -24,7 +24,7 @@ from elastic.state.state import hold
 from elastic.state.torch_state import TorchState
 from harness.golden import recorded
 
-FLIPS = 500
+FLIPS = 150
 WORKERS = [Worker("h", slot) for slot in range(3)]
 
 
