@@ -40,7 +40,15 @@ def drivers(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     started[-1].check_invariants()
 
 
-@pytest.mark.parametrize("killed_at", ["keep_segment", "after keep_segment", "prune", ""])
+KILLED_AT = [
+    "keep_segment",
+    pytest.param("after keep_segment", marks=pytest.mark.nightly),
+    pytest.param("prune", marks=pytest.mark.nightly),
+    "",
+]
+
+
+@pytest.mark.parametrize("killed_at", KILLED_AT)
 def test_job_of_a_driver_killed_around_a_switch_loses_no_step_and_no_worker(
     drivers, tmp_path, killed_at
 ):
