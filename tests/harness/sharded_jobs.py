@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +27,63 @@ PLACES = (
 # Imports that the workers of a sharded job need besides torch, of the marker ``forked``: 2 s for each process.
 IMPORTS = ("torch.distributed.fsdp", "torch.distributed.optim")
 AGAIN = ("rendezvous", "state-copy", "shard-moved", "shard-placed")  # places of a recovery
+STEPS = 10
+sys.path.append(str(SCRIPTS))
+
+
+@dataclass(frozen=True)
+class ShardedScript:
+    """A script that trains with one kind of sharding, in real jobs.
+
+    Args:
+        module: imported script, whose ``alone`` returns the losses of one process.
+        least: smallest number of workers with which its jobs continue.
+    """
+
+    module: ModuleType
+    least: int
+
+    @property
+    def path(self) -> Path:
+        return SCRIPTS / f"{self.module.__name__}.py"
+
+    def trained(
+        self,
+        job: Any,
+        rules: str,
+        flags: str = GONE,
+        steps: int = STEPS,
+        workers: int = 4,
+        **env: Any,
+    ) -> list[dict[str, Any]]:
+        """Return the final records of every worker."""
+        training = job(
+            f"-np {workers} --min-np {self.least} {flags}",
+            ["python", self.path],
+            env={"STEPS": str(steps), "WORKERS": str(workers), "ELASTIC_FAILPOINTS": rules} | env,
+        )
+        training.succeed(250 + 4 * steps)  # of which each tenth may wait for a worker to start
+        return results(training)
+
+    def check(
+        self, found: list[dict[str, Any]], steps: int = STEPS, feature: str = "plain"
+    ) -> None:
+        """As one process that nothing happened to, with the objects that each worker began with."""
+        assert len({each["digest"] for each in found}) == 1, "ranks have different parameters"
+        rel = 0.05 if feature == "bf16" else 1e-5
+        wanted = self.module.alone(steps, feature)
+        for each in found:
+            assert each["same"], "a parameter, the model or the optimizer was replaced"
+            assert each["counted"] == steps, "a buffer is of another commit"
+            assert len(each["sizes"]) == steps
+            assert each["losses"] == pytest.approx(wanted, rel=rel)
+            if "entries" in each and len(found) > 1:
+                assert each["entries"] < each["entries_of_all"], "a rank holds all entries"
+
+
+def sharded_script(name: str, least: int) -> ShardedScript:
+    """Import a script, or skip the tests of this module if its imports are missing."""
+    return ShardedScript(pytest.importorskip(name), least)
 
 
 def results(training: Job) -> list[dict[str, Any]]:
@@ -56,12 +116,12 @@ def twenty() -> tuple[str, int]:
 
 
 def of_two_that_stayed(
-    job: Any, script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+    job: Any, script: ShardedScript, folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> list[dict[str, Any]]:
     """Two of four workers leave together on an operator's request. Returns the results of the others."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))  # no other job is found there
     env = {"STEPS": str(steps), "XDG_RUNTIME_DIR": str(folder)}
-    training = job("-np 4 --min-np 1", ["python", SCRIPTS / script], env=env)
+    training = job("-np 4 --min-np 1", ["python", script.path], env=env)
     training.until(lambda: len(training.worlds()) >= 2, "a world of elastic.run", 90)
     elastic.Job().scale(2)
     training.wait_for_world(2, 60)
@@ -69,11 +129,11 @@ def of_two_that_stayed(
     return results(training)
 
 
-def ends_without_two_shards(job: Any, script: str, folder: Path) -> None:
+def ends_without_two_shards(job: Any, script: ShardedScript, folder: Path) -> None:
     """Two neighbours die together, each the only holder of the other's copy: the job ends with an error."""
     rules = at_once(folder, "backward kill slot=1,2 step=5 victims=2")
     env = APART | {"STEPS": "10", "ELASTIC_FAILPOINTS": rules}
-    training = job(f"-np 4 --min-np 2 {GONE}", ["python", SCRIPTS / script], env=env)
+    training = job(f"-np 4 --min-np 2 {GONE}", ["python", script.path], env=env)
     assert training.wait(120) != 0
     (end,) = training.actions("EndJob")
     assert end["reason"]["kind"] == ReasonKind.SHARDS_LOST.value

@@ -1,27 +1,23 @@
 """Trains a model sharded by ``fully_shard``, and may have to die at a failpoint; its own: forward, backward, optimizer.
 
-STEPS  how many.   FEATURE  see `FEATURES`.   COPIES  of each shard.   FULL  every so many steps, wait for 4 workers.
-SLOW  seconds of pause after each step.   LEAST  shards: replicas of them.
+FEATURE  see `FEATURES`.   COPIES  of each shard.   LEAST  shards: replicas of them.   Others: see ``sharded_run.py``.
 COPIES and LEAST are one number, or one of each rank: 1,2.
-At the end every worker writes ``out/WORKER.json``.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import os
-import time
-from pathlib import Path
 from typing import Any
 
+import sharded_run  # type: ignore[import-not-found]
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-import elastic
-from elastic.failpoints import failpoint, set_step
+from elastic.failpoints import failpoint
 
 SIZE = 24  # batch size; worlds of 1, 2, 3 and 4 share it equally
 FEATURES = (
@@ -158,19 +154,11 @@ class Training:
                 self.model(points)  # leaves gathered parameters behind
         return total
 
-    def objects(self) -> list[int]:
-        return [id(each) for each in (self.model, *self.optimizers, *self.model.parameters())]
 
-
+@functools.cache
 def alone(steps: int, feature: str) -> list[float]:
     """Return the losses of one undisturbed process."""
-    training = Training(feature, sharded=False)
-    return [float(training.step(step)) for step in range(steps)]
-
-
-def gathered(parameter: Any) -> torch.Tensor:
-    whole: torch.Tensor = getattr(parameter, "full_tensor", lambda: parameter)()
-    return whole.detach().double()
+    return sharded_run.losses(Training(feature, sharded=False), steps)
 
 
 def of_rank(numbers: str) -> int:
@@ -179,68 +167,17 @@ def of_rank(numbers: str) -> int:
 
 
 def main() -> None:
-    steps, full = int(os.environ["STEPS"]), int(os.environ.get("FULL", "0"))
     feature = os.environ.get("FEATURE", "plain")
     dist.init_process_group()
     training = Training(feature, sharded=True)
-    model = training.model
-    ids = training.objects()
-    more: dict[str, Any] = {
-        f"optimizer{number}": each for number, each in enumerate(training.optimizers)
-    }
+    more: dict[str, Any] = {"copies": of_rank(os.environ.get("COPIES", "1"))}
     if training.average is not None:
         more["average"] = training.average
-    copies = of_rank(os.environ.get("COPIES", "1"))
     if "LEAST" in os.environ:
         more["least_shards"] = of_rank(os.environ["LEAST"])
-    state = elastic.TorchState(
-        model=model,
-        schedule=training.schedule,
-        step=0,
-        losses={},
-        sizes={},
-        meshes={},
-        copies=copies,
-        **more,
-    )
-
-    @elastic.run
-    def train(state: elastic.TorchState) -> None:
-        while state.step < steps:
-            rank, size = dist.get_rank(), dist.get_world_size()
-            if full and state.step % full == 0 and size < 4:
-                time.sleep(0.02)
-                state.check_host_updates()
-                dist.barrier()
-                continue
-            set_step(state.step)
-            # Not after the step, which leaves gathered parameters behind if FEATURE is evaluate.
-            shape = list(next(model.parameters()).device_mesh.shape)
-            loss = training.step(state.step, rank, size)
-            dist.all_reduce(loss, dist.ReduceOp.AVG)
-            model.steps += 1
-            state.losses[state.step] = float(loss)
-            state.sizes[state.step] = size
-            state.meshes[state.step] = shape
-            state.step += 1
-            state.commit()
-            if state.step == 10:
-                print("at step 10", flush=True)
-            time.sleep(float(os.environ.get("SLOW", "0")))
-
-    train(state)
-    same = ids == training.objects() or feature == "evaluate"  # which has gathered parameters now
-    found = {
-        "losses": [state.losses[step] for step in range(steps)],
-        "sizes": [state.sizes[step] for step in range(steps)],
-        "meshes": [state.meshes[step] for step in range(steps)],
-        "same": same,
-        "counted": float(model.steps),
-        "digest": float(sum(gathered(each).sum() for each in model.parameters())),
-    }
-    worker = f"{os.uname().nodename}.{os.environ['LOCAL_RANK']}.{os.getpid()}"
-    Path("out").mkdir(exist_ok=True)
-    Path("out", f"{worker}.json").write_text(json.dumps(found))
+    found = sharded_run.run(training, **more)
+    found["same"] |= feature == "evaluate"  # which has gathered parameters now
+    sharded_run.write(found)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import fsdp  # type: ignore[import-not-found]
+import sharded_run  # type: ignore[import-not-found]
 import torch
 import torch.distributed as dist
 import zero  # type: ignore[import-not-found]
@@ -79,20 +80,8 @@ def main() -> None:
     steps = int(os.environ["STEPS"])
     dist.init_process_group()
     training = begin()
-    more: dict[str, Any] = {
-        f"optimizer{number}": each for number, each in enumerate(training.optimizers)
-    }
-    if "LEAST" in os.environ:
-        more["least_shards"] = int(os.environ["LEAST"])
-    state = elastic.TorchState(
-        model=training.model,
-        schedule=training.schedule,
-        step=0,
-        seen="",
-        copies=1,
-        rng=True,
-        **more,
-    )
+    least = {"least_shards": int(os.environ["LEAST"])} if "LEAST" in os.environ else {}
+    state = sharded_run.state_of(training, seen="", copies=1, rng=True, **least)
 
     @elastic.run
     def train(state: elastic.TorchState) -> None:
@@ -110,8 +99,7 @@ def main() -> None:
         while state.step < steps:
             set_step(state.step)
             training.step(state.step, rank, size)
-            getattr(training.model, "module", training.model).steps += 1
-            state.step += 1
+            sharded_run.count_step(training, state)
             state.seen = digest(training)
             state.commit()
             time.sleep(float(os.environ.get("SLOW", "0")))

@@ -1,20 +1,16 @@
 """Trains with ZeroRedundancyOptimizer, or where OURS is 1 with a DistributedOptimizer that has ``zero=1``, and may have
 to die at a failpoint; its own: forward, backward, optimizer.
 
-STEPS  how many.   FEATURE  see `FEATURES`.   COPIES  of each shard.   FULL  every so many steps, wait for all workers.
-WORKERS  how many that are.
-At the end every worker writes ``out/WORKER.json``.
+FEATURE  see `FEATURES`.   COPIES  of each shard.   Others: see ``sharded_run.py``.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
-import time
-from pathlib import Path
 from typing import Any
 
+import sharded_run  # type: ignore[import-not-found]
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,7 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import elastic
-from elastic.failpoints import failpoint, set_step
+from elastic.failpoints import failpoint
 
 SIZE = 24  # batch size; worlds of 1, 2, 3 and 4 share it equally
 FEATURES = (
@@ -30,17 +26,8 @@ FEATURES = (
     "two_optimizers", "late_entries", "channels_last",
 )  # fmt: skip
 OF_OURS = (
-    "plain",
-    "sgd",
-    "adam",
-    "fused",
-    "groups",
-    "frozen",
-    "schedule",
-    "few_parameters",
-    "two_optimizers",
-    "adagrad",
-)
+    "plain", "sgd", "adam", "fused", "groups", "frozen", "schedule", "few_parameters", "two_optimizers", "adagrad",
+)  # fmt: skip
 
 
 class Network(nn.Module):
@@ -144,9 +131,6 @@ class Training:
             self.schedule.step()
         return loss.detach()
 
-    def objects(self) -> list[int]:
-        return [id(each) for each in (self.model, *self.optimizers, *self.model.parameters())]
-
     def entries(self) -> int:
         """Return the bytes of the optimizers' entries in this process."""
         return sum(
@@ -160,62 +144,19 @@ class Training:
 @functools.cache
 def alone(steps: int, feature: str) -> list[float]:
     """Return the losses of one undisturbed process."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several wait for each other on a busy machine
-    training = Training(feature)
-    losses = [float(training.step(step)) for step in range(steps)]
-    torch.set_num_threads(threads)
-    return losses
+    return sharded_run.losses(Training(feature), steps)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    steps, full = int(os.environ["STEPS"]), int(os.environ.get("FULL", "0"))
-    workers = int(os.environ.get("WORKERS", "4"))
     dist.init_process_group()
     how = "ours" if os.environ.get("OURS") == "1" else "torch"
     training = Training(os.environ.get("FEATURE", "plain"), how)
-    model = training.model
-    ids = training.objects()
-    more = {f"optimizer{number}": each for number, each in enumerate(training.optimizers)}
-    copies = int(os.environ.get("COPIES", "1"))
-    state = elastic.TorchState(
-        model=model, schedule=training.schedule, step=0, losses={}, sizes={}, copies=copies, **more
-    )
-
-    @elastic.run
-    def train(state: elastic.TorchState) -> None:
-        while state.step < steps:
-            rank, size = dist.get_rank(), dist.get_world_size()
-            if full and state.step % full == 0 and size < workers:
-                time.sleep(0.02)
-                state.check_host_updates()
-                dist.barrier()
-                continue
-            set_step(state.step)
-            loss = training.step(state.step, rank, size)
-            dist.all_reduce(loss, dist.ReduceOp.AVG)
-            getattr(model, "module", model).steps += 1
-            state.losses[state.step] = float(loss)
-            state.sizes[state.step] = size
-            state.step += 1
-            state.commit()
-
-    train(state)
+    found = sharded_run.run(training, copies=int(os.environ.get("COPIES", "1")))
     entries = torch.tensor(training.entries())
     dist.all_reduce(entries)
-    found = {
-        "losses": [state.losses[step] for step in range(steps)],
-        "sizes": [state.sizes[step] for step in range(steps)],
-        "same": ids == training.objects(),
-        "counted": float(getattr(model, "module", model).steps),
-        "digest": float(sum(each.detach().double().sum() for each in model.parameters())),
-        "entries": training.entries(),
-        "entries_of_all": int(entries),
-    }
-    worker = f"{os.uname().nodename}.{os.environ['LOCAL_RANK']}.{os.getpid()}"
-    Path("out").mkdir(exist_ok=True)
-    Path("out", f"{worker}.json").write_text(json.dumps(found))
+    found |= {"entries": training.entries(), "entries_of_all": int(entries)}
+    sharded_run.write(found)
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ NOT_RUN = {
     "elasticrun --from": "a flag alone: test_resume.py has its like",
     "elasticrun -np 4 --min-np 2 examples/jax_elastic.py": "test_jax_api.py runs it",
     "elasticrun -np 4 --min-np 2 --checkpoint-dir /shared/gpt": "needs that folder: the same",
-    "elasticrun -np 4 --min-np 2 examples/zero_elastic.py": "test_zero.py has its like",
+    "elasticrun -np 4 --min-np 2 examples/zero_elastic.py": "test_sharded.py has its like",
     "python examples/ray_": "needs a cluster of Ray: tests/integration/ray has its like",
     "python examples/spark_": "needs Java: tests/integration/spark has its like",
     "MODELS=sharded,zero make faults": "needs torch's CUDA build: tests/fakecuda runs some",
