@@ -12,15 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from elastic.driver.events import (
-    HostsChanged,
-    Member,
-    PublishWorld,
-    ReportRecovery,
-    StartWorker,
-    TimePassed,
-    WorkerExited,
-)
+from elastic.driver.events import HostsChanged, ReportRecovery, TimePassed, WorkerExited
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
 from elastic.driver.monitoring.dashboard.page_state import TAILS
@@ -28,8 +20,9 @@ from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.page_access import RequestGuard
 from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import as_sentence
-from elastic.protocol.messages import Address, Place, Worker
+from elastic.protocol.messages import Worker
 from harness.browser import CHROMIUM, Browser
+from harness.published import published, starts
 from stress.load.agents import Lose, Together
 from stress.load.job import LightJob
 
@@ -89,11 +82,8 @@ async def test_hostile_names_of_hosts_jobs_and_workers_run_no_script_in_the_page
     everything = " ".join(HOSTILE)
     model = PageModel(TimeSpent(JobView()), name=everything, command=HOSTILE, least=1, most=9)
     workers = [Worker(name, slot) for slot, name in enumerate(HOSTILE)]
-    places = [Place(rank, 8, 0, 1, rank, 8) for rank in range(8)]
-    started = [StartWorker(*each, as_sentence("x")) for each in zip(workers, places, strict=True)]
-    members = [Member(*each) for each in zip(workers, places, strict=True)]
-    world = PublishWorld(1, members, Address("h", 1), 0, None, as_sentence(everything))
-    model.view.note(HostsChanged(dict.fromkeys(HOSTILE, 9)), [*started, world], 10.0)
+    actions = [*starts(*workers), published(1, *workers, reason=as_sentence(everything))]
+    model.view.note(HostsChanged(dict.fromkeys(HOSTILE, 9)), actions, 10.0)
     for rank, name in enumerate(HOSTILE):
         model.report(0, {name: float(rank)}, 11.0)
         model.expect_stack(workers[rank], everything, 11.0)

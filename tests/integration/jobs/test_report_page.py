@@ -8,14 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.driver.events import (
-    HostsChanged,
-    Member,
-    PublishWorld,
-    StartWorker,
-    TimePassed,
-    WorkerPaced,
-)
+from elastic.driver.events import HostsChanged, TimePassed, WorkerPaced
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.page_server import PageServer, bound
 from elastic.driver.monitoring.explain.animation import film
@@ -28,9 +21,9 @@ from elastic.driver.monitoring.page_access import RequestGuard
 from elastic.driver.monitoring.reported_series import ReportedSeries
 from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.output_interfaces import Usage
-from elastic.driver.reasons import ReasonKind, because
-from elastic.protocol.messages import Address, Place, Worker
+from elastic.protocol.messages import Worker
 from harness.browser import CHROMIUM, Browser
+from harness.published import published, starts
 
 pytestmark = [
     pytest.mark.nightly,
@@ -74,11 +67,8 @@ async def test_cards_of_the_report_fit_the_page_width(tmp_path):
 async def test_film_opens_as_a_standalone_svg(tmp_path):
     story = JobHistory(TimeSpent(JobView()))
     rows = WorkerRows(story.view)
-    place = Place(0, 1, 0, 1, 0, 1)
-    why = because(ReasonKind.FIRST_START)
     one = Worker("h", 0)
-    world = PublishWorld(1, [Member(one, place)], Address("h", 1), 0, None, why)
-    for at, actions in ((1.0, [StartWorker(one, place, why)]), (2.0, [world]), (9.0, [])):
+    for at, actions in ((1.0, starts(one)), (2.0, [published(1, one)]), (9.0, [])):
         story.view.note(TimePassed(), actions, at)
     (tmp_path / "film.svg").write_text(film(story, rows, title="a\x1b<b>"))
     async with Browser() as browser:
@@ -92,12 +82,7 @@ async def test_film_opens_as_a_standalone_svg(tmp_path):
 async def test_live_page_names_the_slowest_worker_and_shows_resource_usage(tmp_path):
     model = PageModel(TimeSpent(JobView()), name="job", command=["train.py"], least=1, most=9)
     workers = [Worker("h", slot) for slot in range(3)]
-    places = [Place(rank, 3, rank, 3, 0, 1) for rank in range(3)]
-    why = because(ReasonKind.FIRST_START)
-    started = [StartWorker(*each, why) for each in zip(workers, places, strict=True)]
-    members = [Member(*each) for each in zip(workers, places, strict=True)]
-    world = PublishWorld(1, members, Address("h", 1), 0, None, why)
-    model.view.note(HostsChanged({"h": 3}), [*started, world], 10.0)
+    model.view.note(HostsChanged({"h": 3}), [*starts(*workers), published(1, *workers)], 10.0)
     for worker, waited_s in zip(workers, (20.0, 2.0, 18.0), strict=True):
         model.view.note(WorkerPaced(worker, 1, 600, waited_s, 30.0, commits=300), [], 40.0)
         model.uses(worker, Usage(1.5, 3 << 30, 0.75, 5 << 30), 40.0)

@@ -8,8 +8,6 @@ from elastic.chaos.harness.journal_tail import JobProgress, JournalTail
 from elastic.driver.events import (
     EndJob,
     Event,
-    Member,
-    PublishWorld,
     StopRequested,
     TimePassed,
     WorkerConnected,
@@ -22,17 +20,10 @@ from elastic.driver.journal.entries import Entry, encoded
 from elastic.driver.journal.file_journal import FileJournal
 from elastic.driver.reasons import as_sentence
 from elastic.driver.settings import Settings
-from elastic.protocol.messages import Address, Commit, Place, Worker
+from elastic.protocol.messages import Commit, Worker
+from harness.published import published
 
 A, B, C = (Worker("localhost", slot) for slot in range(3))
-
-
-def world(generation: int, *workers: Worker) -> PublishWorld:
-    places = [
-        Member(worker, Place(rank, len(workers), rank, len(workers), 0, 1))
-        for rank, worker in enumerate(workers)
-    ]
-    return PublishWorld(generation, places, Address("127.0.0.1", 1), 0, None, as_sentence("ready"))
 
 
 class Written:
@@ -62,7 +53,7 @@ def test_world_and_process_ids_follow_the_journal(tmp_path):
     assert not written.follower.look().pids  # the settings have no facts
     written.happens(WorkerConnected(B, 102))
     written.happens(WorkerConnected(A, 101))
-    story = written.happens(TimePassed(), world(1, A, B))
+    story = written.happens(TimePassed(), published(1, A, B))
     assert story.generation == 1
     assert story.present() == [A, B]
     assert story.arrived() == [B, A]
@@ -72,7 +63,7 @@ def test_world_and_process_ids_follow_the_journal(tmp_path):
     assert A not in story.pids
     written.happens(WorkerConnected(A.next(), 103))
     assert story.present() == [B]  # it is connected, but in no world
-    story = written.happens(TimePassed(), world(2, B, A.next()))
+    story = written.happens(TimePassed(), published(2, B, A.next()))
     assert story.present() == [B, A.next()]
     assert story.arrived() == [B, A.next()]
 
@@ -80,7 +71,7 @@ def test_world_and_process_ids_follow_the_journal(tmp_path):
 def test_training_begins_with_the_first_collective_of_elastic_run(tmp_path):
     written = Written(tmp_path)
     written.begin()
-    written.happens(TimePassed(), world(1, A, B))
+    written.happens(TimePassed(), published(1, A, B))
     assert written.follower.story.began_at is None
     assert written.happens(WorkerResumed(A, 2, {})).began_at == 2.0
     assert written.happens(WorkerResumed(B, 2, {})).began_at == 2.0
@@ -159,6 +150,6 @@ def test_truncated_line_replaced_by_the_next_driver_is_read(tmp_path):
     os.truncate(written.path, whole)
     with written.path.open("ab") as file:
         file.write(b'{"resumed":{"term":2}}\n{"snapshot":{},"at":2.0,"writer":{}}\n')
-        file.write(encoded(Entry(3.0, WorkerConnected(B, 102), [world(1, A, B)])))
+        file.write(encoded(Entry(3.0, WorkerConnected(B, 102), [published(1, A, B)])))
     story = written.follower.look()
     assert (story.pids, story.generation) == ({A: 101, B: 102}, 1)

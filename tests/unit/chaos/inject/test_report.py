@@ -16,8 +16,6 @@ from elastic.driver.events import (
     EndJob,
     Event,
     KillWorker,
-    Member,
-    PublishWorld,
     ReportRecovery,
     StopMembersAt,
     TimePassed,
@@ -33,11 +31,11 @@ from elastic.driver.events import (
 from elastic.driver.journal.entries import Entry
 from elastic.driver.reasons import as_sentence
 from elastic.driver.settings import Settings
-from elastic.protocol.messages import Address, Commit, Place, Worker
+from elastic.protocol.messages import Commit, Worker
 from harness.golden import recorded
+from harness.published import STORE, published
 
 A, B, C = (Worker("localhost", slot) for slot in range(3))
-STORE = Address("127.0.0.1", 1)
 
 
 class Told:
@@ -54,12 +52,7 @@ class Told:
         self.entries.append(Entry(at, event, list(actions)))
 
     def world(self, at: float, generation: int, *workers: Worker, commit=None) -> None:
-        size = len(workers)
-        members = [Member(w, Place(r, size, r, size, 0, 1)) for r, w in enumerate(workers)]
-        event = TimePassed()
-        self.event(
-            at, event, PublishWorld(generation, members, STORE, 0, commit, as_sentence("ready"))
-        )
+        self.event(at, TimePassed(), published(generation, *workers, holders=0, commit=commit))
 
     def at_work(self, at: float, generation: int, size: int, *, kind: str, ms: float = 50) -> None:
         phases = {"gathered": ms / 2, "raised": ms / 10}

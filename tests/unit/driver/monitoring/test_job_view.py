@@ -12,27 +12,14 @@ from elastic.driver import events
 from elastic.driver.journal.entries import Entry, decoded_header
 from elastic.driver.membership.membership import Membership
 from elastic.driver.monitoring.job_view import STEPS, Failure, JobView, Stage, ViewReader
-from elastic.driver.reasons import ReasonKind, as_sentence, because
-from elastic.protocol.messages import Address, Commit, Place, Times, Worker
+from elastic.driver.reasons import ReasonKind, because
+from elastic.protocol.messages import Commit, Place, Times, Worker
 from harness.kept_journals import KEPT, lines_of, unpacked
+from harness.published import STORE, WHY, published, starts
 
 A, B, C = (Worker("h", slot) for slot in range(3))
 D = Worker("other", 0)
-STORE, WHY = Address("h", 1), as_sentence("because")
 FROZEN = because(ReasonKind.FROZEN, how="stopped")
-
-
-def world(generation: int, *workers: Worker, commit: Commit | None = None) -> events.PublishWorld:
-    size = len(workers)
-    members = [
-        events.Member(worker, Place(rank, size, rank, size, 0, 1))
-        for rank, worker in enumerate(workers)
-    ]
-    return events.PublishWorld(generation, members, STORE, 1, commit, WHY)
-
-
-def start(*workers: Worker) -> list[events.Action]:
-    return [events.StartWorker(each, Place(0, 1, 0, 1, 0, 1), WHY) for each in workers]
 
 
 def ready(worker: Worker, commit: Commit | None = None, *, running: bool = True):
@@ -50,10 +37,10 @@ def happen(view: JobView, *found: events.Event) -> None:
 
 def training(*workers: Worker) -> JobView:
     view = JobView()
-    decide(view, *start(*workers))
+    decide(view, *starts(*workers))
     happen(view, *(events.WorkerConnected(each, 7 + each.slot) for each in workers))
     happen(view, *(ready(each) for each in workers))
-    decide(view, world(1, *workers))
+    decide(view, published(1, *workers))
     return view
 
 
@@ -132,13 +119,13 @@ def test_worker_passes_through_its_stages():
         view.note(event, actions, 9.0)
         seen.append((view.workers[A].stage, view.workers[A].member))
 
-    note(events.TimePassed(), *start(A))
+    note(events.TimePassed(), *starts(A))
     note(events.WorkerConnected(A, 7))
     note(ready(A))
     note(events.TimePassed(), events.TellStandby(A))
-    note(events.TimePassed(), world(1, A))
+    note(events.TimePassed(), published(1, A))
     note(ready(A))
-    note(events.TimePassed(), world(2, A))
+    note(events.TimePassed(), published(2, A))
     note(events.WorkerReturned(A, 2))
     note(events.TimePassed(), events.LetGo(A, WHY))
     note(events.TimePassed(), events.KillWorker(A, FROZEN))
@@ -159,10 +146,10 @@ def test_worker_passes_through_its_stages():
 
 def test_worker_outside_the_next_world_keeps_its_last_rank():
     view = training(A, B)
-    decide(view, world(2, A))
+    decide(view, published(2, A))
     known = view.workers[B]
     assert (known.member, known.rank, view.ranks, view.before) == (False, 1, {A: 0}, {A: 0, B: 1})
-    decide(view, world(3, B, A))
+    decide(view, published(3, B, A))
     assert view.workers[B].rank == 0 and list(view.ranks) == [B, A]
 
 
@@ -191,7 +178,7 @@ def test_late_reports_of_an_exited_process_are_ignored():
     happen(view, events.WorkerConnected(A, 9), ready(A), events.WorkerReturned(A, 1))
     happen(view, events.WorkerSpent(A, 1, Times(), "idle"), events.WorkerExited(A, -9))
     assert not view.workers and not view.exited
-    decide(view, *start(A.next()))
+    decide(view, *starts(A.next()))
     assert stages(view) == {A.next(): Stage.STARTING}
 
 
@@ -218,7 +205,7 @@ def test_broken_world_is_recovering_until_the_next_world():
     assert view.world is not None and view.trains
     view.note(events.WorkerExited(B, -9), [events.BreakWorld(1, [A], WHY)], 9.0)
     assert not view.world and view.broken and view.workers[A].recovering
-    decide(view, world(2, A))
+    decide(view, published(2, A))
     assert (view.generation, view.broken, view.workers[A].recovering) == (2, False, False)
     decide(view, events.FinishWorld(2, [A]))
     assert not view.world and not view.broken
@@ -227,11 +214,11 @@ def test_broken_world_is_recovering_until_the_next_world():
 def test_world_trains_if_a_member_is_in_elastic_run():
     view = training(A)
     happen(view, ready(A, running=False))
-    decide(view, world(2, A))
+    decide(view, published(2, A))
     assert not view.trains
     happen(view, ready(A))
     assert not view.trains
-    decide(view, world(3, A))
+    decide(view, published(3, A))
     assert view.trains
 
 
@@ -243,12 +230,12 @@ def test_member_outside_elastic_run_when_the_job_is_elastic_then_does_not_train(
     elastic, prepares, stage
 ):
     view = JobView()
-    decide(view, *start(A), events.WelcomeWorker(A, Place(0, 1, 0, 1, 0, 1), False, elastic))
+    decide(view, *starts(A), events.WelcomeWorker(A, Place(0, 1, 0, 1, 0, 1), False, elastic))
     happen(view, events.WorkerConnected(A, 7), ready(A, running=False))
-    decide(view, world(1, A))
+    decide(view, published(1, A))
     assert (view.prepares, stages(view), view.workers[A].member) == (prepares, {A: stage}, True)
     happen(view, ready(A))
-    decide(view, world(2, A))
+    decide(view, published(2, A))
     assert (view.prepares, stages(view)) == (False, {A: Stage.IN_WORLD})
 
 
@@ -323,18 +310,18 @@ def test_workers_when_adopted_outside_elastic_run_then_the_job_prepares():
     view.adopt({A: (11, 0), B: (12, 1)}, 1, 50.0, prepares=True)
     assert (view.prepares, view.trains) == (True, False)
     assert stages(view) == {A: Stage.CONNECTED, B: Stage.CONNECTED}
-    decide(view, world(2, A, B))
+    decide(view, published(2, A, B))
     assert view.prepares
-    view.note(events.WorkerReady(A, 2, None, STORE, running=True), [world(3, A, B)], 60.0)
+    view.note(events.WorkerReady(A, 2, None, STORE, running=True), [published(3, A, B)], 60.0)
     assert not view.prepares
 
 
 def test_commit_reported_only_to_the_previous_driver_is_known_from_the_next_world():
     view = JobView()
     view.adopt({A: (11, 0), B: (12, 1)}, 7, 50.0)
-    decide(view, world(8, A, B, commit=Commit(7, 14)))
+    decide(view, published(8, A, B, commit=Commit(7, 14)))
     assert (view.newest, view.newest_at, view.commits) == (Commit(7, 14), 9.0, 14)
-    decide(view, world(9, A, B, commit=Commit(7, 13)))
+    decide(view, published(9, A, B, commit=Commit(7, 13)))
     assert (view.newest, view.commits) == (Commit(7, 14), 14)
 
 
@@ -343,7 +330,7 @@ def test_adopted_members_keep_their_ranks_when_some_have_exited():
     view.adopt({A: (11, 3), B: (12, 1)}, 7, 50.0)
     assert list(view.ranks.items()) == [(B, 1), (A, 3)]
     assert [view.workers[each].rank for each in (A, B)] == [3, 1]
-    decide(view, world(8, A, B))
+    decide(view, published(8, A, B))
     assert (view.before, view.ranks) == ({B: 1, A: 3}, {A: 0, B: 1})
 
 
@@ -359,7 +346,7 @@ def test_reader_sees_the_event_first_and_then_each_action():
 
     view = training(A, B)
     view.follow(Reader())
-    actions = [events.BreakWorld(1, [A], WHY), *start(C), world(2, A)]
+    actions = [events.BreakWorld(1, [A], WHY), *starts(C), published(2, A)]
     view.note(events.WorkerExited(B, -9), actions, 9.0)
     assert seen == [
         ("WorkerExited", 1, 1),

@@ -26,10 +26,7 @@ from elastic.driver.events import (
     HostLost,
     KillWorker,
     LetGo,
-    Member,
-    PublishWorld,
     ReportRecovery,
-    StartWorker,
     TimePassed,
     WelcomeWorker,
     WorkerConnected,
@@ -49,17 +46,12 @@ from elastic.driver.monitoring.prometheus_metrics import NAMES, JobMetrics, Metr
 from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import ReasonKind, as_sentence, because
 from elastic.errors import Invalid
-from elastic.protocol.messages import Address, Commit, Place, Times, Worker
+from elastic.protocol.messages import Commit, Place, Times, Worker
 from elastic.protocol.report_values import Report
 from harness.golden import raises, recorded
+from harness.published import STORE, published, starts
 
 A, B, C = (Worker("localhost", slot) for slot in range(3))
-PLACE = Place(0, 3, 0, 3, 0, 1)
-
-
-def published(*workers: Worker, generation: int = 1) -> PublishWorld:
-    members = [Member(worker, PLACE) for worker in workers]
-    return PublishWorld(generation, members, Address("h", 1), 0, None, as_sentence("first world"))
 
 
 def note(
@@ -74,14 +66,10 @@ def server(address: str, port: int = 0) -> MetricsServer:
 
 def training(*workers: Worker) -> JobMetrics:
     figures = JobMetrics(TimeSpent(JobView()))
-    note(
-        figures,
-        TimePassed(),
-        [StartWorker(worker, PLACE, as_sentence("first start")) for worker in workers],
-    )
+    note(figures, TimePassed(), starts(*workers))
     for worker in workers:
         note(figures, WorkerConnected(worker, 7), [])
-    note(figures, WorkerReady(workers[0], 0, None, Address("h", 1)), [published(*workers)])
+    note(figures, WorkerReady(workers[0], 0, None, STORE), [published(1, *workers)])
     return figures
 
 
@@ -112,7 +100,7 @@ def test_workers_are_counted_by_stage_and_the_world_is_shown():
 def test_host_with_low_bandwidth_is_counted_and_unhealthy_until_its_worker_is_admitted():
     figures, low = training(A, B), '{outcome="low_bandwidth"}'
     facts = {"slot": "localhost:2", "outcome": "low_bandwidth", "code": None, "line": "slow"}
-    start = StartWorker(C, PLACE, as_sentence("first start"))
+    [start] = starts(C)
     note(figures, TimePassed(), [start])
     measured = BandwidthMeasured("localhost", "other", 1.0, 2.0)
     note(figures, measured, [KillWorker(C, because(ReasonKind.UNHEALTHY, **facts))])
@@ -124,10 +112,14 @@ def test_host_with_low_bandwidth_is_counted_and_unhealthy_until_its_worker_is_ad
         "elastic_unhealthy_slots 1.0",
     } <= lines(figures)
     after = msgspec.structs.replace(C, incarnation=2)
-    note(figures, WorkerExited(C, -9), [StartWorker(after, PLACE, as_sentence("again"))])
+    note(figures, WorkerExited(C, -9), starts(after))
     note(figures, WorkerHealthChecked(after, HealthOutcome.PASSED))
     assert "elastic_unhealthy_slots 1.0" in lines(figures), "its bandwidth is measured afterwards"
-    note(figures, WorkerConnected(after, 7), [WelcomeWorker(after, PLACE, True, True)])
+    note(
+        figures,
+        WorkerConnected(after, 7),
+        [WelcomeWorker(after, Place(0, 3, 0, 3, 0, 1), True, True)],
+    )
     assert "elastic_unhealthy_slots 0.0" in lines(figures)
 
 
@@ -152,7 +144,7 @@ def test_frozen_worker_is_killed_and_lost_once():
         [KillWorker(B, because(ReasonKind.FROZEN, how="stopped by a signal"))],
     )
     assert 'elastic_workers{stage="killed"} 1.0' in lines(figures)
-    note(figures, WorkerExited(B, -9), [published(A, generation=2)])
+    note(figures, WorkerExited(B, -9), [published(2, A)])
     note(figures, WorkerExited(B, -9), [])
     assert {
         'elastic_fenced_workers_total{reason="frozen"} 1.0',
@@ -240,7 +232,7 @@ def test_straggler_is_shown_until_the_world_changes():
         'elastic_reported_seconds_total{worker="localhost:0#1"} 30.0',
         'elastic_collectives_total{worker="localhost:0#1"} 300.0',
     } <= lines(figures)
-    note(figures, TimePassed(), [published(A, B, C, generation=2)])
+    note(figures, TimePassed(), [published(2, A, B, C)])
     note(figures, WorkerPaced(A, 1, 300, 1.0, 30.0), [])  # of the previous world
     assert 'elastic_straggler{worker="localhost:2#1"} 0.0' in lines(figures)
 
@@ -323,14 +315,14 @@ def test_reported_numbers_are_gauges_and_limited():
     for n in range(10 * NAMES):
         figures.report(report(0, **{f"{n}": 1.0}))
     assert len(figures.reported[0]) == NAMES
-    note(figures, TimePassed(), [published(A, generation=2)])
+    note(figures, TimePassed(), [published(2, A)])
     assert list(figures.reported) == [0]
 
 
 def test_metrics_are_served_on_loopback_until_the_end():
     figures = JobMetrics(TimeSpent(JobView()))
     metrics = MetricsServer("127.0.0.1", 0, figures, threading.Lock())
-    figures.view.note(TimePassed(), [StartWorker(A, PLACE, as_sentence("first start"))], 1.0)
+    figures.view.note(TimePassed(), starts(A), 1.0)
     url = f"http://127.0.0.1:{metrics.port}/metrics"
     with urllib.request.urlopen(url, timeout=10) as answer:
         assert b'elastic_workers{stage="starting"} 1.0' in answer.read()
@@ -383,7 +375,7 @@ def test_recoveries_are_counted_by_phase():
 
 def test_goodput_and_age_of_the_newest_durable_commit_are_shown():
     figures = JobMetrics(TimeSpent(JobView()))
-    start = StartWorker(A, PLACE, as_sentence("first start"))
+    [start] = starts(A)
     note(figures, TimePassed(), [start], 100.0)
     note(figures, WorkerSpent(A, 1, Times(training=6.0, joining=2.0), "idle"), [], 108.0)
     note(figures, CheckpointMade(Commit(1, 7)), [], 110.0)

@@ -21,22 +21,16 @@ from elastic.driver.monitoring.explain.timeline_rows import STATES, WorkerRows
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.prometheus_metrics import JobMetrics, families
 from elastic.driver.monitoring.time_accounting import TimeSpent
-from elastic.driver.reasons import ReasonKind, as_sentence, because
+from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
-from elastic.protocol.messages import Address, Commit, Place, Times, Worker
+from elastic.protocol.messages import Commit, Times, Worker
 from harness.golden import recorded
+from harness.published import STORE, WHY, published, starts
 
 A, B, C = (Worker("h", slot) for slot in range(3))
-STORE, WHY, LINE = Address("h", 1), as_sentence("because"), "train.py:12"
+LINE = "train.py:12"
 SETTINGS = Settings(np=3, workers_min=1, workers_max=3, elastic=True)
 KILL = events.KillWorker(B, because(ReasonKind.BUSY, for_s=40.0, rates="", where=""))
-
-
-def world(generation: int, *workers: Worker) -> events.PublishWorld:
-    size = len(workers)
-    places = [Place(rank, size, rank, size, 0, 1) for rank in range(size)]
-    members = [events.Member(*each) for each in zip(workers, places, strict=True)]
-    return events.PublishWorld(generation, members, STORE, 1, None, WHY)
 
 
 class Surfaces:
@@ -49,12 +43,12 @@ class Surfaces:
         self.page = PageModel(spent, name="bert", command=["train.py"], least=1, most=3)
         self.figures, self.story = JobMetrics(spent), JobHistory(spent)
         self.rows = WorkerRows(spent.view)
-        start = [events.StartWorker(each, Place(0, 3, 0, 3, 0, 1), WHY) for each in (A, B, C)]
+        start = starts(A, B, C)
         self.note(events.HostsChanged({"h": 3}), start, 98.0)
         for worker in (A, B, C):
             self.note(events.WorkerConnected(worker, 7), [], 99.0)
             self.note(events.WorkerReady(worker, 0, None, STORE), [], 99.5)
-        self.note(events.TimePassed(), [world(1, A, B, C)], 100.0)
+        self.note(events.TimePassed(), [published(1, A, B, C)], 100.0)
         for at in (105.0, 110.0, 115.0, 120.0):
             self.spent(at, int(10 * (at - 100.0)))
             self.page.go_on(at)
@@ -151,7 +145,7 @@ def test_stall_is_shown_after_its_end_or_a_kill(killed):
         job.note(events.TimePassed(), [KILL, events.BreakWorld(1, [A, C], WHY)], 160.0)
         job.note(events.WorkerExited(B, -9), [], 160.1)
         job.note(events.WorkerReady(A, 1, Commit(1, 200), STORE), [], 160.2)
-        job.note(events.WorkerReady(C, 1, Commit(1, 200), STORE), [world(2, A, C)], 160.2)
+        job.note(events.WorkerReady(C, 1, Commit(1, 200), STORE), [published(2, A, C)], 160.2)
     else:
         job.note(events.WorkerProgressed(A, 1, 7), [], 160.0)
         job.note(events.WorkerProgressed(C, 1, 7), [], 160.0)

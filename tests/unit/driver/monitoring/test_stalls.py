@@ -7,21 +7,12 @@ import pytest
 from elastic.driver import events
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.stalls import Stall, StallEnd, Stalls
-from elastic.driver.reasons import ReasonKind, as_sentence, because
-from elastic.protocol.messages import COPY, Address, Place, Worker
+from elastic.driver.reasons import ReasonKind, because
+from elastic.protocol.messages import COPY, Worker
 from harness.golden import recorded
+from harness.published import STORE, WHY, published
 
 A, B, C, D = (Worker("h", slot) for slot in range(4))
-STORE, WHY = Address("h", 1), as_sentence("because")
-
-
-def published(generation: int, *workers: Worker) -> events.PublishWorld:
-    size = len(workers)
-    members = [
-        events.Member(worker, Place(rank, size, rank, size, 0, 1))
-        for rank, worker in enumerate(workers)
-    ]
-    return events.PublishWorld(generation, members, STORE, 1, None, WHY)
 
 
 def world(*workers: Worker, at: float = 100.0) -> Stalls:

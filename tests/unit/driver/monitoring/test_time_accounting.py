@@ -12,10 +12,7 @@ from elastic.driver.events import (
     EndJob,
     HostLost,
     KillWorker,
-    Member,
-    PublishWorld,
     ReportRecovery,
-    StartWorker,
     TimePassed,
     WorkerExited,
     WorkerProgressed,
@@ -26,19 +23,12 @@ from elastic.driver.events import (
 from elastic.driver.monitoring import time_accounting
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.time_accounting import Seconds, TimeSpent, summary
-from elastic.driver.reasons import ReasonKind, as_sentence, because
-from elastic.protocol.messages import Address, Commit, Part, Place, Times, Worker
+from elastic.driver.reasons import ReasonKind, because
+from elastic.protocol.messages import Commit, Part, Times, Worker
 from harness.golden import recorded
+from harness.published import STORE, WHY, published, starts
 
 A, B, C = (Worker("h", slot) for slot in range(3))
-PLACE = Place(0, 2, 0, 2, 0, 1)
-STORE = Address("h", 1)
-WHY = as_sentence("because")
-
-
-def published(generation: int, *workers: Worker, holders: int = 1) -> PublishWorld:
-    members = [Member(worker, PLACE) for worker in workers]
-    return PublishWorld(generation, members, STORE, holders, None, WHY)
 
 
 def resumed(spent: TimeSpent, worker: Worker, generation: int, now: float) -> None:
@@ -53,7 +43,7 @@ def ready(worker: Worker, generation: int, *, running: bool = True) -> WorkerRea
 def trains() -> TimeSpent:
     """A and B start at 100, enter elastic.run at 110, and train until 140."""
     spent = TimeSpent(JobView())
-    spent.view.note(TimePassed(), [StartWorker(each, PLACE, WHY) for each in (A, B)], 100.0)
+    spent.view.note(TimePassed(), starts(A, B), 100.0)
     first = published(1, A, B, holders=0)
     spent.view.note(ready(A, 0, running=False), [first], 104.0)
     spent.view.note(ready(A, 1), [], 109.0)
@@ -117,7 +107,7 @@ def test_dead_worker_lost_as_much_as_the_first_of_its_world():
 def test_newcomer_does_not_know_the_loss_of_dead_workers():
     spent = trains()
     broken(spent, B, 150.0)
-    spent.view.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 150.0)
+    spent.view.note(TimePassed(), starts(C), 150.0)
     spent.view.note(ready(A, 2), [published(3, A, C)], 155.0)
     spent.view.note(WorkerSpent(C, 3, Times(joining=4.0), "training"), [], 156.0)
     assert of(spent, B).lost == 0.0
@@ -143,7 +133,7 @@ def test_work_since_the_newest_checkpoint_is_lost_when_all_workers_die():
     spent.view.note(CheckpointMade(Commit(2, 5)), [], 144.0)
     broken(spent, A, 150.0)
     broken(spent, B, 150.0)
-    spent.view.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 151.0)
+    spent.view.note(TimePassed(), starts(C), 151.0)
     spent.view.note(ready(C, 0), [published(3, C, holders=0)], 155.0)
     assert of(spent, A).lost == of(spent, B).lost == 6.0
 
@@ -158,7 +148,7 @@ def test_all_training_is_lost_without_a_checkpoint_when_all_workers_die():
 
 def test_worker_that_dies_without_a_report_trained_since_its_first_world():
     spent = TimeSpent(JobView())
-    spent.view.note(TimePassed(), [StartWorker(A, PLACE, WHY)], 100.0)
+    spent.view.note(TimePassed(), starts(A), 100.0)
     spent.view.note(ready(A, 0), [published(1, A, holders=0)], 104.0)
     broken(spent, A, 106.5)
     assert of(spent, A) == Seconds(training=2.5, joining=4.0)
@@ -176,7 +166,7 @@ def test_workers_of_a_lost_host_end_with_the_host():
 def test_late_report_of_a_lost_host_counts_for_no_worker():
     spent = TimeSpent(JobView())
     workers = [Worker("h", slot) for slot in range(2 * time_accounting.KEPT + 1)]
-    spent.view.note(TimePassed(), [StartWorker(each, PLACE, WHY) for each in workers], 100.0)
+    spent.view.note(TimePassed(), starts(*workers), 100.0)
     spent.view.note(HostLost("h", "gone"), [EndJob(1, WHY)], 150.0)
     assert spent.older_count > 0
     spent.view.note(WorkerSpent(workers[0], 2, Times(), "training"), [], 151.0)
@@ -195,7 +185,7 @@ def test_thousands_of_exited_workers_are_aggregated(monkeypatch):
     spent = TimeSpent(JobView())
     for number in range(1, 21):
         worker = Worker("h", 0, number)
-        spent.view.note(TimePassed(), [StartWorker(worker, PLACE, WHY)], 10.0 * number)
+        spent.view.note(TimePassed(), starts(worker), 10.0 * number)
         spent.view.note(WorkerExited(worker, 1), [], 10.0 * number + 4.0)
     assert len(spent.workers()) <= 10
     assert age(spent.total()) == 20 * 4.0
@@ -249,7 +239,7 @@ def test_recovery_when_the_next_world_breaks_at_once_then_counts_once():
 
 def test_newcomer_outside_elastic_run_does_not_mark_the_start_of_the_job():
     spent = trains()
-    spent.view.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 150.0)
+    spent.view.note(TimePassed(), starts(C), 150.0)
     spent.view.note(ready(C, 0, running=False), [], 155.0)
     spent.view.note(ready(A, 2), [], 160.0)
     assert spent.stretches()["training"] == 50.0
@@ -273,7 +263,7 @@ def test_successor_driver_continues_a_training_job():
 
 def test_static_job_has_one_world():
     spent = TimeSpent(JobView())
-    spent.view.note(TimePassed(), [StartWorker(A, PLACE, WHY)], 100.0)
+    spent.view.note(TimePassed(), starts(A), 100.0)
     spent.view.note(ready(A, 0, running=False), [published(1, A)], 104.0)
     spent.view.note(WorkerExited(A, 0), [EndJob(0, WHY)], 154.0)
     assert spent.stretches()["training"] == 50.0
@@ -434,7 +424,7 @@ def test_worker_with_few_reports_is_assumed_to_behave_like_its_peers():
     totals = {"training": 38.0, "committing": 2.0}
     spent = reported(A, (150.0, "training", totals))
     first = Times(training=0.01, committing=0.09, joining=1.0)
-    spent.view.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 151.0)
+    spent.view.note(TimePassed(), starts(C), 151.0)
     spent.view.note(ready(C, 2), [published(3, A, B, C)], 152.0)
     spent.view.note(WorkerSpent(C, 3, first, "committing"), [], 153.0)
     spent.go_on(163.0)
@@ -446,7 +436,7 @@ def test_worker_with_few_reports_is_assumed_to_behave_like_its_peers():
 def test_steps_count_as_training_before_any_report():
     spent = trains()
     first = Times(training=0.01, committing=0.09, joining=1.0)
-    spent.view.note(TimePassed(), [StartWorker(C, PLACE, WHY)], 151.0)
+    spent.view.note(TimePassed(), starts(C), 151.0)
     spent.view.note(ready(C, 2), [published(3, A, B, C)], 152.0)
     spent.view.note(WorkerSpent(C, 3, first, "committing"), [], 153.0)
     spent.go_on(165.0)

@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.driver.events import (
-    BreakWorld,
-    KillWorker,
-    Member,
-    PublishWorld,
-    ReportRecovery,
-    TimePassed,
-)
+from elastic.driver.events import BreakWorld, KillWorker, ReportRecovery, TimePassed
 from elastic.driver.monitoring.timeline import Timeline
 from elastic.driver.reasons import as_sentence
 from elastic.errors import Invalid
@@ -26,10 +19,11 @@ from elastic.monitoring.trace_buffer import LASTS_NS, TraceBuffer
 from elastic.monitoring.trace_flow_control import BATCH, ROUND, WINDOW, TraceSending
 from elastic.protocol import messages as protocol
 from elastic.protocol import trace_format
-from elastic.protocol.messages import Address, Place, Worker
+from elastic.protocol.messages import Worker
 from elastic.protocol.trace_file import TraceFile
 from elastic.protocol.trace_format import TraceFormat
 from harness.golden import raises, recorded
+from harness.published import published
 
 A, B, C = (Worker("h", n) for n in range(3))
 S = 1_000_000_000
@@ -399,12 +393,6 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path, monkeypatch, path):
 # ---- the timeline of a job -------------------------------------------------------------------------------------------
 
 
-def world(generation, *workers):
-    size = len(workers)
-    members = [Member(w, Place(r, size, r, size, 0, 1)) for r, w in enumerate(workers)]
-    return PublishWorld(generation, members, Address("h", 1), 0, None, as_sentence(f"{size} ready"))
-
-
 def told(lines):
     """(process, kind, row, name) of each event, with names in the place of numbers."""
     events = parsed(lines)
@@ -423,14 +411,14 @@ def told(lines):
 def test_driver_events_include_generations_joins_fences_and_recoveries():
     job = Timeline()
     lines = job.begin(0, 0, None)
-    lines += job.noted(TimePassed(), [world(1, A, B)], 1 * S, {})
+    lines += job.noted(TimePassed(), [published(1, A, B)], 1 * S, {})
     lines += job.noted(
         TimePassed(),
         [BreakWorld(1, [A], as_sentence("lost h:1#1")), KillWorker(B, as_sentence("stuck"))],
         2 * S,
         {A: 0, B: 1},
     )
-    lines += job.noted(TimePassed(), [world(2, A, C)], 3 * S, {A: 0, B: 1})
+    lines += job.noted(TimePassed(), [published(2, A, C)], 3 * S, {A: 0, B: 1})
     report = ReportRecovery(
         2, "recovery", as_sentence("lost h:1#1"), 2, 1500.0, {"gathered": 3.0}, 0
     )
@@ -461,7 +449,7 @@ def test_driver_events_include_generations_joins_fences_and_recoveries():
 
 def test_timeline_that_begins_later_shows_the_present_world():
     job = Timeline()
-    found = told(job.begin(5 * S, 0, world(3, A, B)))
+    found = told(job.begin(5 * S, 0, published(3, A, B)))
     assert ("driver", "B", "generations", "generation 3: 2 workers") in found
     job.end(6 * S)
     assert told(job.begin(8 * S, 0, None)) == []
@@ -469,7 +457,7 @@ def test_timeline_that_begins_later_shows_the_present_world():
 
 def test_records_of_each_worker_have_its_name_and_the_clock_of_the_driver():
     job = Timeline()
-    lines = job.begin(10 * S, 0, None) + job.noted(TimePassed(), [world(1, A, B)], 10 * S, {})
+    lines = job.begin(10 * S, 0, None) + job.noted(TimePassed(), [published(1, A, B)], 10 * S, {})
     record = ("X", "allreduce.w", "ALLREDUCE", 1 * S, S)
     lines += job.traced(B, protocol.Traced(1, 10 * S, [record], dropped=4), {A: 0, B: 1})
     lines += job.traced(C, protocol.Traced(1, 0, [record]), {A: 0, B: 1})  # in no world

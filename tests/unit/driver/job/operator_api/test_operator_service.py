@@ -20,11 +20,8 @@ from elastic.driver.events import (
     DrainRequested,
     Event,
     HostsChanged,
-    Member,
-    PublishWorld,
     RemoveRequested,
     ScaleRequested,
-    StartWorker,
     WorkerExited,
 )
 from elastic.driver.job.job import Job as DriverJob
@@ -53,11 +50,12 @@ from elastic.driver.monitoring.dashboard.live_page import LivePage
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.time_accounting import TimeSpent
-from elastic.driver.reasons import ReasonKind, as_sentence, because
+from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
-from elastic.protocol.messages import Address, Commit, Place, Worker
+from elastic.protocol.messages import Commit, Place, Worker
 from harness.golden import raises, recorded
+from harness.published import published, starts
 
 SECRET = b"s" * 32
 PLACE = Place(0, 2, 0, 2, 0, 1)
@@ -87,11 +85,8 @@ class Job:
         self.driver.handle_request.side_effect = self._told
         self.reason = because(ReasonKind.SCALED, workers=3, before=2, slots=8, leave=0)
         self.environ = environ
-        start = [StartWorker(each, PLACE, as_sentence("x")) for each in (A, B)]
-        world = PublishWorld(
-            1, [Member(each, PLACE) for each in (A, B)], Address("h", 1), 0, None, as_sentence("x")
-        )
-        self.page.model.view.note(HostsChanged({"h": 2}), [*start, world], 10.0)
+        actions = [*starts(A, B), published(1, A, B)]
+        self.page.model.view.note(HostsChanged({"h": 2}), actions, 10.0)
 
     def _told(self, event: Event) -> None:
         self.told.append(event)
@@ -261,7 +256,7 @@ async def test_stacks_are_not_requested_of_members_that_have_exited(tmp_path, mo
     monkeypatch.setattr(operator_service, "QUIET_S", 0.0)
     monkeypatch.setattr(operator_service, "STACKS_S", 0.2)
     async with running(tmp_path) as job:
-        again = StartWorker(A.next(), PLACE, as_sentence("x"))
+        [again] = starts(A.next())
         job.page.model.view.note(WorkerExited(A, -9), [again], 20.0)
         answer = await job.ask(messages.AskStacks)
         assert list(json.loads(answer.data)) == ["h:1#1"]

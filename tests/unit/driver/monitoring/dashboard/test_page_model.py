@@ -17,19 +17,12 @@ from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.output_interfaces import Usage
 from elastic.driver.reasons import ReasonKind, as_sentence, because
-from elastic.protocol.messages import Address, Commit, Place, Times, Worker
+from elastic.protocol.messages import Commit, Place, Times, Worker
 from harness.golden import recorded
+from harness.published import STORE, published, starts
 
 A, B, C, D = (Worker("h", slot) for slot in range(4))
 PLACE = Place(0, 4, 0, 4, 0, 1)
-STORE = Address("h", 1)
-
-
-def world(
-    *workers: Worker, generation: int = 1, commit: Commit | None = None
-) -> events.PublishWorld:
-    members = [events.Member(worker, PLACE) for worker in workers]
-    return events.PublishWorld(generation, members, STORE, 0, commit, as_sentence("first world"))
 
 
 def model() -> PageModel:
@@ -40,14 +33,10 @@ def model() -> PageModel:
 
 def training(*workers: Worker) -> PageModel:
     page = model()
-    page.view.note(
-        events.HostsChanged({"h": 4}),
-        [events.StartWorker(w, PLACE, as_sentence("x")) for w in workers],
-        10.0,
-    )
+    page.view.note(events.HostsChanged({"h": 4}), starts(*workers), 10.0)
     for worker in workers:
         page.view.note(events.WorkerConnected(worker, 7 + worker.slot), [], 11.0)
-    page.view.note(events.WorkerReady(workers[0], 0, None, STORE), [world(*workers)], 12.0)
+    page.view.note(events.WorkerReady(workers[0], 0, None, STORE), [published(1, *workers)], 12.0)
     return page
 
 
@@ -57,12 +46,11 @@ def states(page: PageModel) -> dict[str, str]:
 
 def test_worker_joins_the_world():
     page = model()
-    start = events.StartWorker(A, PLACE, because(ReasonKind.FIRST_START))
-    page.view.note(events.HostsChanged({"h": 1}), [start], 10.0)
+    page.view.note(events.HostsChanged({"h": 1}), starts(A), 10.0)
     assert states(page) == {"h:0": "starting"}
     page.view.note(events.WorkerConnected(A, 4711), [], 11.0)
     assert states(page) == {"h:0": "joining"}
-    page.view.note(events.WorkerReady(A, 0, None, STORE), [world(A)], 12.0)
+    page.view.note(events.WorkerReady(A, 0, None, STORE), [published(1, A)], 12.0)
     row = page.worker_rows()["h:0"]
     assert (row["state"], row["rank"], row["pid"], row["since"]) == ("training", 0, 4711, 12.0)
     assert page.state.values["job"]["phase"] == "training"
@@ -75,20 +63,19 @@ def test_worker_joins_the_world():
 
 def test_job_when_a_worker_has_not_entered_elastic_run_then_is_starting():
     page = model()
-    starts = [events.StartWorker(each, PLACE, because(ReasonKind.FIRST_START)) for each in (A, B)]
-    page.view.note(events.HostsChanged({"h": 2}), starts, 10.0)
+    page.view.note(events.HostsChanged({"h": 2}), starts(A, B), 10.0)
     for worker in (A, B):
         welcome = events.WelcomeWorker(worker, PLACE, False, True)
         page.view.note(events.WorkerConnected(worker, 7), [welcome], 11.0)
     outside = events.WorkerReady(A, 0, None, STORE, running=False)
-    page.view.note(outside, [world(A, B)], 12.0)
+    page.view.note(outside, [published(1, A, B)], 12.0)
     assert states(page) == {"h:0": "joining", "h:1": "joining"}
     assert page.state.values["job"]["phase"] == "starting"
     outside_lines = status(page.full(13.0))
     entered = events.WorkerReady(A, 1, None, STORE)
     page.view.note(entered, [], 14.0)  # in the constructor of DDP, B may still be lost
     assert states(page) == {"h:0": "joining", "h:1": "joining"}
-    page.view.note(events.WorkerReady(B, 1, None, STORE), [world(A, B, generation=2)], 15.0)
+    page.view.note(events.WorkerReady(B, 1, None, STORE), [published(2, A, B)], 15.0)
     assert states(page) == {"h:0": "training", "h:1": "training"}
     assert page.state.values["job"]["phase"] == "training"
     recorded("output", outside_lines[1])
@@ -121,15 +108,11 @@ def test_lost_worker_is_shown_until_another_takes_its_slot():
     page.view.note(events.WorkerExited(B, -9), [broken], 20.0)
     assert states(page) == {"h:0": "recovering", "h:1": "lost", "h:2": "recovering"}
     assert "signal 9 SIGKILL" in page.worker_rows()["h:1"]["note"]
-    page.view.note(events.WorkerReady(C, 1, None, STORE), [world(A, C, generation=2)], 20.05)
+    page.view.note(events.WorkerReady(C, 1, None, STORE), [published(2, A, C)], 20.05)
     assert states(page) == {"h:0": "training", "h:1": "lost", "h:2": "training"}
     assert [page.worker_rows()[key]["rank"] for key in ("h:0", "h:1", "h:2")] == [0, None, 1]
     again = Worker("h", 1, 2)
-    page.view.note(
-        events.TimePassed(),
-        [events.StartWorker(again, PLACE, as_sentence("its slot is free"))],
-        21.0,
-    )
+    page.view.note(events.TimePassed(), starts(again, reason=as_sentence("its slot is free")), 21.0)
     assert states(page)["h:1"] == "starting"
     page.view.note(events.WorkerExited(B, -9), [], 21.5)  # repeated exit of the previous worker
     assert states(page)["h:1"] == "starting"
@@ -207,7 +190,7 @@ def test_unlisted_slot_disappears_with_its_worker():
     page.view.note(
         events.HostsChanged({"h": 1}), [events.LetGo(B, as_sentence("left the list"))], 20.0
     )
-    page.view.note(events.WorkerExited(B, 0), [world(A, generation=2)], 21.0)
+    page.view.note(events.WorkerExited(B, 0), [published(2, A)], 21.0)
     assert states(page) == {"h:0": "training"}
     after = applied(state, page.patch(21.0))
     assert list(after["rows"]["workers"]) == ["h:0"]
@@ -304,12 +287,10 @@ def test_reported_numbers_are_taken_from_the_lowest_rank():
 
 def test_goodput_is_absent_before_the_first_world():
     page = model()
-    page.view.note(
-        events.HostsChanged({"h": 1}), [events.StartWorker(A, PLACE, as_sentence("x"))], 10.0
-    )
+    page.view.note(events.HostsChanged({"h": 1}), starts(A), 10.0)
     page.view.note(events.WorkerConnected(A, 7), [], 15.0)
     assert page.patch(20.0)["set"]["goodput"]["ratio"] is None
-    page.view.note(events.WorkerReady(A, 0, None, STORE), [world(A)], 20.0)
+    page.view.note(events.WorkerReady(A, 0, None, STORE), [published(1, A)], 20.0)
     assert page.patch(30.0)["set"]["goodput"]["ratio"] == pytest.approx(0.5)
 
 
@@ -354,9 +335,7 @@ def test_failover_when_no_worker_has_entered_elastic_run_then_the_job_starts():
     page.go_on(60.0)
     assert page.state.values["job"]["phase"] == "starting"
     assert page.spent.stretches()["training"] == 0.0
-    page.view.note(
-        events.WorkerReady(A, 1, None, STORE, running=True), [world(A, B, generation=2)], 60.0
-    )
+    page.view.note(events.WorkerReady(A, 1, None, STORE, running=True), [published(2, A, B)], 60.0)
     assert page.state.values["job"]["phase"] == "training"
 
 
@@ -365,7 +344,7 @@ def test_commit_of_the_next_world_is_shown_after_a_failover():
     page.view.adopt({A: (11, 0), B: (12, 1)}, 7, 50.0)
     before = page.state.values["commit"]
     assert before is None
-    action = world(A, generation=8, commit=Commit(7, 14))
+    action = published(8, A, commit=Commit(7, 14))
     page.view.note(events.WorkerReady(A, 7, None, STORE), [action], 51.0)
     shown = page.state.values["commit"]
     assert shown is not None
@@ -376,7 +355,7 @@ def test_member_that_is_about_to_exit_does_not_train_outside_the_world():
     page = training(A, B)
     gone = events.WorkerQuit(B, 1, 0, "sys.exit(0)")
     page.view.note(gone, [events.BreakWorld(1, [A, B], as_sentence("exits"))], 20.0)
-    page.view.note(events.WorkerReady(A, 1, None, STORE), [world(A, generation=2)], 20.5)
+    page.view.note(events.WorkerReady(A, 1, None, STORE), [published(2, A)], 20.5)
     row = page.worker_rows()["h:1"]
     assert (row["state"], row["rank"], row["since"]) == ("recovering", None, 20.0)
 
@@ -447,7 +426,7 @@ def test_step_times_of_another_world_or_without_commits_are_hidden():
     for worker in (A, B):
         page.view.note(events.WorkerPaced(worker, 1, 600, 1.0, 30.0, commits=3), [], 70.0)
     assert page.full(80.0)["set"]["slowest"] is not None
-    page.view.note(events.TimePassed(), [world(A, B, C, generation=2)], 90.0)
+    page.view.note(events.TimePassed(), [published(2, A, B, C)], 90.0)
     state = page.full(100.0)
     assert state["set"]["slowest"] is None
     assert all(row["own_s"] is None for row in state["rows"]["workers"].values())

@@ -1,31 +1,22 @@
 """State of a job in one line."""
 
-from elastic.driver.events import (
-    HostsChanged,
-    Member,
-    PublishWorld,
-    ReportRecovery,
-    StartWorker,
-    TimePassed,
-    WorkerSpent,
-)
+from elastic.driver.events import HostsChanged, ReportRecovery, TimePassed, WorkerSpent
 from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.dashboard.status_line_text import one_line
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import as_sentence
-from elastic.protocol.messages import Address, Commit, Place, Times, Worker
+from elastic.protocol.messages import Commit, Times, Worker
 from harness.golden import recorded
+from harness.published import published, starts
 
 A = Worker("h", 0)
-PLACE = Place(0, 1, 0, 1, 0, 1)
 
 
 def test_line_grows_with_the_known_facts():
     page = PageModel(TimeSpent(JobView()), name="bert", command=[], least=1, most=2)
     recorded("page", one_line(page.state))
-    world = PublishWorld(3, [Member(A, PLACE)], Address("h", 1), 0, None, as_sentence("x"))
-    page.view.note(HostsChanged({"h": 1}), [StartWorker(A, PLACE, as_sentence("x")), world], 10.0)
+    page.view.note(HostsChanged({"h": 1}), [*starts(A), published(3, A)], 10.0)
     recorded("page", one_line(page.state))
     for at, number in ((10.0, 1), (14.0, 41)):
         spent = WorkerSpent(A, 3, Times(), "training", Commit(3, number))
@@ -39,8 +30,7 @@ def test_line_grows_with_the_known_facts():
 
 def test_remaining_time_is_shown_if_the_script_reports_its_number_of_steps():
     page = PageModel(TimeSpent(JobView()), name="bert", command=[], least=1, most=2)
-    world = PublishWorld(3, [Member(A, PLACE)], Address("h", 1), 0, None, as_sentence("x"))
-    page.view.note(HostsChanged({"h": 1}), [StartWorker(A, PLACE, as_sentence("x")), world], 10.0)
+    page.view.note(HostsChanged({"h": 1}), [*starts(A), published(3, A)], 10.0)
     page.report(0, {"step": 100, "steps": 2000}, 11.0)
     assert one_line(page.state).endswith("| step 100 of 2000")
     page.report(0, {"step": 300, "steps": 2000}, 31.0)

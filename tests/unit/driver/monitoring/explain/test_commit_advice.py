@@ -12,20 +12,11 @@ from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
-from elastic.protocol.messages import Address, Commit, Place, Times, Worker
+from elastic.protocol.messages import Commit, Times, Worker
+from harness.published import STORE, published, starts
 
 ONE, TWO = Worker("h", 0), Worker("h", 1)
 SETTINGS = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
-STORE = Address("h", 1)
-WHY = because(ReasonKind.ENTERING)
-
-
-def world(generation: int, commit: int, *workers: Worker) -> events.PublishWorld:
-    members = [
-        events.Member(each, Place(rank, len(workers), rank, len(workers), 0, 1))
-        for rank, each in enumerate(workers)
-    ]
-    return events.PublishWorld(generation, members, STORE, 1, Commit(1, commit), WHY)
 
 
 def advice(commits: int) -> list[dict]:
@@ -33,21 +24,17 @@ def advice(commits: int) -> list[dict]:
     kill.
     """
     story = JobHistory(TimeSpent(JobView()))
-    place = Place(0, 2, 0, 2, 0, 1)
-    story.view.note(
-        events.TimePassed(), [events.StartWorker(each, place, WHY) for each in (ONE, TWO)], 0.0
-    )
+    story.view.note(events.TimePassed(), starts(ONE, TWO), 0.0)
     for each in (ONE, TWO):
         story.view.note(events.WorkerReady(each, 0, None, STORE, running=True), [], 1.0)
-    story.view.note(events.TimePassed(), [world(1, 0, ONE, TWO)], 1.0)
+    story.view.note(events.TimePassed(), [published(1, ONE, TWO, commit=Commit(1, 0))], 1.0)
     number = Commit(1, commits)
     times = Times(training=30.0)
     story.view.note(events.WorkerSpent(ONE, 1, times, "training", number), [], 31.0)
     exited = events.WorkerExited(TWO, -9)
     story.view.note(exited, [events.BreakWorld(1, [ONE], because(ReasonKind.TOLD, text="x"))], 41.0)
-    story.view.note(
-        events.WorkerReady(ONE, 1, number, STORE, running=True), [world(2, commits, ONE)], 41.5
-    )
+    ready = events.WorkerReady(ONE, 1, number, STORE, running=True)
+    story.view.note(ready, [published(2, ONE, commit=number)], 41.5)
     times = Times(training=30.0, recovering=0.5, lost=10.0)
     story.view.note(events.WorkerSpent(ONE, 2, times, "training", number), [], 41.5)
     found = findings(story, JournalState(SETTINGS, runs=True))

@@ -22,13 +22,13 @@ from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.reasons import ReasonKind, because
 from elastic.driver.settings import Settings
 from elastic.errors import Invalid
-from elastic.protocol.messages import Address, Commit, Place, Worker
+from elastic.protocol.messages import Commit, Worker
 from elastic.protocol.report_values import Report
 from harness.golden import raises, recorded, visible
+from harness.published import STORE, published, starts
 
 EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>&\'"\u2028$TITLE'
 HOST = "<b>h</b>"
-STORE = Address("127.0.0.1", 1)
 SETTINGS = Settings(np=2, workers_min=1, workers_max=2, elastic=True)
 
 
@@ -36,28 +36,14 @@ def worker(slot: int, incarnation: int = 1, host: str = HOST) -> Worker:
     return Worker(host, slot, incarnation)
 
 
-def world(generation: int, *workers: Worker) -> events.PublishWorld:
-    size = len(workers)
-    members = [events.Member(w, Place(i, size, i, size, 0, 1)) for i, w in enumerate(workers)]
-    commit = Commit(generation, 0)
-    return events.PublishWorld(
-        generation, members, STORE, size, commit, because(ReasonKind.ENTERING)
-    )
-
-
-def first_start(*workers: Worker) -> list[events.StartWorker]:
-    place = Place(0, 1, 0, 1, 0, 1)
-    return [events.StartWorker(each, place, because(ReasonKind.FIRST_START)) for each in workers]
-
-
 def evil_job(record_event) -> None:
     """Run a failing job of two workers whose host, exception and traceback are HTML."""
     one, two = worker(0), worker(1)
-    record_event(events.HostsChanged({HOST: 2}), first_start(one, two), 10.0)
+    record_event(events.HostsChanged({HOST: 2}), starts(one, two), 10.0)
     for each in (one, two):
         record_event(events.WorkerConnected(each, 1), [], 11.0)
         record_event(events.WorkerReady(each, 0, None, STORE, running=True), [], 11.5)
-    record_event(events.WorkerReady(two, 0, None, STORE), [world(1, one, two)], 12.0)
+    record_event(events.WorkerReady(two, 0, None, STORE), [published(1, one, two)], 12.0)
     raised = events.WorkerRaised(one, 1, Commit(1, 3), f"ValueError: {EVIL}", f"Traceback\n{EVIL}")
     record_event(raised, [events.EndJob(1, because(ReasonKind.TOLD, text=EVIL))], 20.0)
     record_event(events.WorkerExited(one, 1, "", EVIL), [], 21.0)
@@ -222,11 +208,11 @@ def test_recovery_has_rows():
     view = JobView()
     rows = WorkerRows(view)
     one, two, again = worker(0), worker(1), worker(1, 2)
-    view.note(events.HostsChanged({HOST: 2}), first_start(one, two), 0.0)
-    view.note(events.WorkerConnected(one, 1), [world(1, one, two)], 1.0)
-    view.note(events.WorkerExited(two, -9), first_start(again), 2.0)
+    view.note(events.HostsChanged({HOST: 2}), starts(one, two), 0.0)
+    view.note(events.WorkerConnected(one, 1), [published(1, one, two)], 1.0)
+    view.note(events.WorkerExited(two, -9), starts(again), 2.0)
     recovered = events.ReportRecovery(2, "recovery", because(ReasonKind.ENTERING), 1, 500.0, {}, 0)
-    view.note(events.WorkerReady(one, 1, None, STORE), [world(2, one)], 3.0)
+    view.note(events.WorkerReady(one, 1, None, STORE), [published(2, one)], 3.0)
     view.note(events.WorkerConnected(one, 1), [recovered], 3.5)
     table = rows.table(4.0)
     assert table[f"{HOST}:1"] == [[0.0, 1.0, 0, 1, -1], [1.0, 2.0, 2, 1, 1], [2.0, 4.0, 0, 2, -1]]
@@ -238,10 +224,10 @@ def test_member_that_is_about_to_exit_does_not_train_outside_the_world():
     view = JobView()
     rows = WorkerRows(view)
     one, two = worker(0), worker(1)
-    view.note(events.HostsChanged({HOST: 2}), first_start(one, two), 0.0)
-    view.note(events.WorkerReady(one, 0, None, STORE), [world(1, one, two)], 1.0)
+    view.note(events.HostsChanged({HOST: 2}), starts(one, two), 0.0)
+    view.note(events.WorkerReady(one, 0, None, STORE), [published(1, one, two)], 1.0)
     broken = events.BreakWorld(1, [one, two], because(ReasonKind.ENTERING))
     view.note(events.WorkerQuit(two, 1, 0, "sys.exit(0)"), [broken], 2.0)
-    view.note(events.WorkerReady(one, 1, None, STORE), [world(2, one)], 3.0)
+    view.note(events.WorkerReady(one, 1, None, STORE), [published(2, one)], 3.0)
     states = [STATES[int(span[2])] for span in rows.table(4.0)[f"{HOST}:1"]]
     assert states == ["starting", "training", "recovering"]
