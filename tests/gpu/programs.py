@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -10,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 from elastic.chaos.invariants.invariants import check_journal
 from elastic.driver.journal.journal import read
 from gpu.machine import ROOT, SHARED, Machine
+from harness import job
 from harness.processes import clean_environment
 from harness.program import Program
 
@@ -54,6 +57,28 @@ def _entry_points() -> str:
         "[torch.backends]\nelastic = elastic.torch_autoload:autoload\n"
     )
     return str(folder)
+
+
+@contextlib.contextmanager
+def checked_job(
+    machine: Machine, folder: Path, flags: str, words: Sequence[object], **env: str
+) -> Iterator[job.Job]:
+    """A job of `harness.job` in which the dead return: at the end no process is left, and invariants are checked."""
+    folder.mkdir(parents=True, exist_ok=True)
+    started = job.Job(
+        f"--min-np 1 {RETURN} {flags}",
+        [*map(str, words)],
+        folder=folder,
+        env=environment(machine, **env),
+        program=ELASTICRUN,
+    )
+    try:
+        yield started
+    finally:
+        left = started.end()
+        (folder / "output.txt").write_text(started.output)
+    assert not left, f"these processes outlived their job: {left}"
+    started.check_invariants()
 
 
 class Job(Program):

@@ -6,11 +6,13 @@ import contextlib
 import itertools
 import threading
 from typing import Any
+from unittest.mock import create_autospec
 
 import torch
 
 from elastic.collectives.interface import Op
 from elastic.collectives.single_rank import LocalCollectives
+from elastic.data import optimizer_steps
 from elastic.errors import CollectiveFailed, PeerLost
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.protocol import messages
@@ -153,6 +155,33 @@ def ranks_as_threads(monkeypatch):
         return at_once(on_rank, range(size))
 
     return run
+
+
+def shard_ranks_as_threads(monkeypatch):
+    """Return `ranks_as_threads` for `Shards`, which use the generators and the count of steps of a process."""
+    run = ranks_as_threads(monkeypatch)
+    monkeypatch.setattr(lifecycle, "active", lambda: lifecycle.current())
+    monkeypatch.setattr(
+        lifecycle, "position", lambda: (lifecycle.current().place, lifecycle.current().generation)
+    )
+    # Threads have one generator together; tests of processes draw from it.
+    monkeypatch.setattr("elastic.exact.random_generators.set_seed", lambda seed: None)
+    # They have one count of steps, too, and are not at the same place.
+    counted = create_autospec(optimizer_steps)
+    counted.count.return_value = 0
+    monkeypatch.setattr("elastic.exact.shards.optimizer_steps", counted)
+    return run
+
+
+def drawn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def set_drawn(model: torch.nn.Module) -> None:
+    """Set each parameter to numbers drawn with its index as the seed."""
+    with torch.no_grad():
+        for number, each in enumerate(model.parameters()):
+            each.copy_(drawn(*each.shape, seed=number))
 
 
 class Rounding:

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 from gpu.machine import ROOT, Machine
-from gpu.programs import ELASTICRUN, RETURN, environment
+from gpu.programs import checked_job
 from gpu.results import Result
-from harness.job import Job
 
 LAST = r"after (\d+) steps the weights are ([0-9a-f]+)"
 
@@ -27,23 +26,15 @@ def run(machine: Machine, result: Result, folder: Path) -> None:
 
 def weights(machine: Machine, folder: Path, *, ranks: int, kill: bool) -> list[str]:
     """Steps and digest of the weights at the end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    env = environment(
-        machine,
-        DEVICE="cuda",
-        EPOCHS="2" if machine.small else "8",
-        PAUSE="0.02",
-        OMP_NUM_THREADS="1",
-        CUBLAS_WORKSPACE_CONFIG=":4096:8",
-    )
-    job = Job(
-        f"-np {ranks} --min-np 1 --digests {RETURN}",
-        [str(ROOT / "examples" / "exact.py")],
-        folder=folder,
-        env=env,
-        program=ELASTICRUN,
-    )
-    try:
+    env = {
+        "DEVICE": "cuda",
+        "EPOCHS": "2" if machine.small else "8",
+        "PAUSE": "0.02",
+        "OMP_NUM_THREADS": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    words = [ROOT / "examples" / "exact.py"]
+    with checked_job(machine, folder, f"-np {ranks} --digests", words, **env) as job:
         if kill:
             job.wait_for(r"epoch \d+ .* workers 2", 60 * machine.time_factor)
             job.kill(1)
@@ -52,9 +43,4 @@ def weights(machine: Machine, folder: Path, *, ranks: int, kill: bool) -> list[s
         assert found, job.output
         sizes = [len(world["members"]) for world in job.worlds()]
         assert ([2, 1] if kill else [1]) == list(dict.fromkeys(sizes))[:2], sizes
-    finally:
-        left = job.end()
-        (folder / "output.txt").write_text(job.output)
-    assert not left, f"these processes outlived their job: {left}"
-    job.check_invariants()
     return list(found.groups())

@@ -6,10 +6,9 @@ import os
 from pathlib import Path
 
 from gpu.machine import Machine
-from gpu.programs import ELASTICRUN, RETURN, environment
+from gpu.programs import checked_job
 from gpu.results import Result, Skipped
 from harness.history import TRAINING, History
-from harness.job import Job
 
 # The n-th start of slot 1 dies at the n-th place, in its second step. Where it is away, the other waits for it.
 PLACES = ("bucket", "optimizer-step", "snapshot")
@@ -30,20 +29,16 @@ def run(machine: Machine, result: Result, folder: Path) -> None:
         for n, place in enumerate(IN_SCRIPT, len(PLACES) + 1)
         if place in places
     ]
-    folder.mkdir(parents=True, exist_ok=True)
-    env = environment(
-        machine,
-        DEVICE="cuda",
-        ELASTIC_DIGESTS="1",
-        ELASTIC_FAILPOINTS="; ".join(rules),
-        DIE=";".join(deaths),
-        HOLD=";".join(f"{step}:size=2" for step in hold),
-        STEPS=str(steps),
-    )
+    env = {
+        "DEVICE": "cuda",
+        "ELASTIC_DIGESTS": "1",
+        "ELASTIC_FAILPOINTS": "; ".join(rules),
+        "DIE": ";".join(deaths),
+        "HOLD": ";".join(f"{step}:size=2" for step in hold),
+        "STEPS": str(steps),
+    }
     os.environ.pop("ELASTIC_WORKER", None)
-    flags = f"-np 2 --min-np 1 {RETURN}"
-    job = Job(flags, list(map(str, TRAINING)), folder=folder, env=env, program=ELASTICRUN)
-    try:
+    with checked_job(machine, folder, "-np 2", TRAINING, **env) as job:
         job.succeed(70 * machine.time_factor)
         sizes = [len(world["members"]) for world in job.worlds()]
         result.figure("worlds", sizes)
@@ -55,11 +50,6 @@ def run(machine: Machine, result: Result, folder: Path) -> None:
         commits = {tuple(event["commit"]) for event in job.events("WorkerDigested")}
         result.figure("commits whose digests agree", len(commits))
         assert len(history.all("done")) == 2
-    finally:
-        left = job.end()
-        (folder / "output.txt").write_text(job.output)
-    assert not left, f"these processes outlived their job: {left}"
-    job.check_invariants()
 
 
 def hit(place: str) -> int:

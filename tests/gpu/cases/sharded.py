@@ -6,10 +6,9 @@ import os
 from pathlib import Path
 
 from gpu.machine import Machine
-from gpu.programs import ELASTICRUN, RETURN, environment
+from gpu.programs import checked_job
 from gpu.results import Result, Skipped
 from harness.history import TRAINING, History
-from harness.job import Job
 
 # Each start of slot 1 dies at one of them, two steps before a step at which the other waits for it.
 PLACES = ("forward", "optimizer", "stepped")
@@ -25,7 +24,6 @@ def run(machine: Machine, result: Result, folder: Path) -> None:
 
 
 def check_kills(machine: Machine, result: Result, folder: Path, kind: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     places = PLACES[: 1 if machine.small else 3]
     hold = {place: EACH * number for number, place in enumerate(places, 1)}
     steps = EACH * (len(places) + 1)
@@ -33,19 +31,16 @@ def check_kills(machine: Machine, result: Result, folder: Path, kind: str) -> No
         f"slot=1,start={start},step={hold[place] - 2},place={place}"
         for start, place in enumerate(places, 1)
     ]
-    env = environment(
-        machine,
-        DEVICE="cuda",
-        SHARDED=kind,
-        OPTIMIZER="Adam",
-        DIE=";".join(deaths),
-        HOLD=";".join(f"{step}:size=2" for step in hold.values()),
-        STEPS=str(steps),
+    env = {
+        "DEVICE": "cuda",
+        "SHARDED": kind,
+        "OPTIMIZER": "Adam",
+        "DIE": ";".join(deaths),
+        "HOLD": ";".join(f"{step}:size=2" for step in hold.values()),
+        "STEPS": str(steps),
         **({} if kind == "fully" else {"NO_ROOM": "1"}),
-    )
-    flags = f"-np 2 --min-np 1 {RETURN}"
-    job = Job(flags, list(map(str, TRAINING)), folder=folder, env=env, program=ELASTICRUN)
-    try:
+    }
+    with checked_job(machine, folder, "-np 2", TRAINING, **env) as job:
         job.succeed(60 * machine.time_factor)
         killed = sum(event["code"] == -9 for event in job.events("WorkerExited"))
         result.figure(f"{kind}: killed in", places)
@@ -57,8 +52,3 @@ def check_kills(machine: Machine, result: Result, folder: Path, kind: str) -> No
         assert [each["step"] for each in done] == [steps] * 2
         assert done[0]["parameters"] == done[1]["parameters"]
         result.figure(f"{kind}: worlds", [len(world["members"]) for world in job.worlds()])
-    finally:
-        left = job.end()
-        (folder / "output.txt").write_text(job.output)
-    assert not left, f"these processes outlived their job: {left}"
-    job.check_invariants()

@@ -6,9 +6,8 @@ import importlib.util
 from pathlib import Path
 
 from gpu.machine import ROOT, Machine
-from gpu.programs import ELASTICRUN, RETURN, environment
+from gpu.programs import checked_job
 from gpu.results import Result
-from harness.job import Job
 
 # What each needs, and what it is given.
 SCRIPTS = {
@@ -40,12 +39,8 @@ def run(machine: Machine, result: Result, folder: Path) -> None:
 
 
 def one(machine: Machine, folder: Path, name: str, ranks: int, arguments: str) -> dict[str, object]:
-    folder.mkdir(parents=True, exist_ok=True)
-    words = [str(ROOT / "examples" / f"{name}_elastic.py"), *arguments.split()]
-    env = environment(machine, ELASTIC_DIGESTS="1")
-    flags = f"-np {ranks} --min-np 1 {RETURN}"
-    job = Job(flags, words, folder=folder, env=env, program=ELASTICRUN)
-    try:
+    words = [ROOT / "examples" / f"{name}_elastic.py", *arguments.split()]
+    with checked_job(machine, folder, f"-np {ranks}", words, ELASTIC_DIGESTS="1") as job:
         if ranks > 1:
             job.wait_for(r"^(\S+ )?step .*\b2 workers", 40 * machine.time_factor)
             job.kill(1)
@@ -53,9 +48,4 @@ def one(machine: Machine, folder: Path, name: str, ranks: int, arguments: str) -
         sizes = [len(world["members"]) for world in job.worlds()]
         assert list(dict.fromkeys(sizes)) == [2, 1][2 - ranks :], sizes
         commits = {tuple(event["commit"]) for event in job.events("WorkerDigested")}
-    finally:
-        left = job.end()
-        (folder / "output.txt").write_text(job.output)
-    assert not left, f"these processes outlived their job: {left}"
-    job.check_invariants()
     return {"worlds": sizes, "commits with digests": len(commits)}

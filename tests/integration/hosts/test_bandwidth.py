@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Iterator
 from unittest.mock import patch
 
@@ -17,12 +16,11 @@ from elastic.driver.journal.journal import read
 from elastic.driver.network.control_server import ControlServer
 from elastic.driver.network.secret import derived
 from elastic.driver.reasons import ReasonKind
-from elastic.errors import Invalid
 from elastic.protocol.messages import Address
 from harness.ports import free_ports
 from harness.waiting import wait_until
 from stress.hosts.cluster import CHANGE_S, HOSTS, START_S, HostCluster, HostedJob
-from stress.hosts.namespaces import check_possible
+from stress.hosts.namespaces import obstacle
 
 LOOPBACK = "127.0.0.1"
 SECRET = bytes(range(32))
@@ -99,14 +97,6 @@ async def test_bandwidth_measurement_to_a_closed_port_is_reported():
 # ---- a job -----------------------------------------------------------------------------------------------------------
 
 
-def impossible() -> str:
-    try:
-        check_possible()
-    except Invalid as error:
-        return str(error)
-    return "" if shutil.which("sshd") else "needs sshd; apt-get install openssh-server"
-
-
 @pytest.fixture
 def bench(tmp_path) -> Iterator[HostCluster]:
     with HostCluster(tmp_path) as bench:
@@ -140,7 +130,7 @@ def logged(job: HostedJob) -> list[Report]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(bool(why := impossible()), reason=why)
+@pytest.mark.skipif(bool(why := obstacle(sshd=True)), reason=why)
 def test_host_with_a_slow_link_trains_only_once_its_link_is_fast(bench):
     with bench.job("slow link") as job:
         bench.network.slow(VICTIM, RATE)

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.errors import Invalid
 from harness import wording
 from harness.history import SCRIPTS
-from stress.hosts.namespaces import Network, check_possible
+from stress.hosts.namespaces import Network, obstacle
 from stress.hosts.programs import HostProgram
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
@@ -27,11 +26,7 @@ ENV = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 def impossible() -> str:
     if importlib.util.find_spec("tensorflow") is None:
         return "needs tensorflow: pip install 'hvd-elastic[frameworks]'"
-    try:
-        check_possible()
-    except Invalid as error:
-        return str(error)
-    return ""
+    return obstacle()
 
 
 pytestmark = [

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic.errors import Invalid
 from harness.processes import lives, path_of_tests
 from harness.waiting import wait_until
 from stress.hosts import namespaces
-from stress.hosts.namespaces import Host, Network, NetworkTrouble, check_possible
+from stress.hosts.namespaces import Host, Network, NetworkTrouble
 
 PORT = 7000
 
@@ -65,15 +64,7 @@ SEND = f"""
 """
 
 
-def impossible() -> str:
-    try:
-        check_possible()
-    except Invalid as error:
-        return str(error)
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(why := impossible()), reason=why)
+pytestmark = pytest.mark.skipif(bool(why := namespaces.obstacle()), reason=why)
 
 
 @pytest.fixture(scope="module")

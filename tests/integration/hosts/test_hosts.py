@@ -5,15 +5,13 @@ The rest is played by `python -m tests.stress hosts`, which also writes docs/hos
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
 
-from elastic.errors import Invalid
 from stress.hosts import scenarios
 from stress.hosts.cluster import HOSTS, HostCluster
-from stress.hosts.namespaces import check_possible
+from stress.hosts.namespaces import obstacle
 from stress.hosts.report import Mark
 from stress.hosts.scenarios import ADOPTED, CUT, VICTIM
 
@@ -22,19 +20,11 @@ TWO = tuple(host for host in THREE if host != VICTIM)
 SLACK = 5.0  # how fast it is, the command measures: a machine that runs tests does other things too
 
 
-def impossible() -> str:
-    try:
-        check_possible()
-    except Invalid as error:
-        return str(error)
-    return "" if shutil.which("sshd") else "needs sshd; apt-get install openssh-server"
-
-
 pytestmark = [
     pytest.mark.etcd,
     pytest.mark.slow,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(bool(why := impossible()), reason=why),
+    pytest.mark.skipif(bool(why := obstacle(sshd=True)), reason=why),
 ]
 
 

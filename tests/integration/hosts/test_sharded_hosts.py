@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic.errors import Invalid
 from harness import wording
 from harness.history import SCRIPTS
 from stress.hosts.cluster import DRIVER, ENDPOINT, HOSTS, HostCluster
-from stress.hosts.namespaces import check_possible
+from stress.hosts.namespaces import obstacle
 from stress.hosts.programs import HostProgram
 
 sys.path.append(str(SCRIPTS))
@@ -21,19 +20,11 @@ fsdp = pytest.importorskip("fsdp")
 STEPS = 120
 
 
-def impossible() -> str:
-    try:
-        check_possible()
-    except Invalid as error:
-        return str(error)
-    return ""
-
-
 pytestmark = [
     pytest.mark.etcd,
     pytest.mark.nightly,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(bool(why := impossible()), reason=why),
+    pytest.mark.skipif(bool(why := obstacle()), reason=why),
 ]
 
 

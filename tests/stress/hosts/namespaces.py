@@ -67,6 +67,17 @@ def check_possible() -> None:
             _ip("netns", "delete", probe)
 
 
+def obstacle(*, sshd: bool = False) -> str:
+    """Return why tests on network namespaces, or with sshd on them, can't run here; empty if they can."""
+    try:
+        check_possible()
+    except Invalid as error:
+        return str(error)
+    if sshd and shutil.which("sshd") is None:
+        return "needs sshd; apt-get install openssh-server"
+    return ""
+
+
 class Host:
     """One host of a network. ``mounts``: files that replace this machine's for its programs."""
 

@@ -19,6 +19,7 @@ from elastic.diloco.islands import Islands
 from elastic.diloco.rounds import WorldReport
 from elastic.diloco.sharded import ShardedIsland, TensorShape, divided, gathered, sharded_island
 from elastic.errors import Invalid
+from harness.fakes.process_group import only_rank
 from harness.golden import raises
 
 distributed: Any = torch.distributed
@@ -73,15 +74,11 @@ def test_mesh_without_torch_distributed_is_refused():
 @pytest.mark.filterwarnings("ignore")
 def test_model_that_is_sharded_over_all_ranks_is_refused():
     from torch.distributed.fsdp import fully_shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    try:
+    with only_rank(1, 4):
         model: Any = fully_shard(torch.nn.Linear(8, 1))
         with raises(Invalid):
             elastic.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
-    finally:
-        distributed.destroy_process_group()
 
 
 @pytest.mark.slow

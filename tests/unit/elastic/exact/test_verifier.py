@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Any
-from unittest.mock import create_autospec
 
 import pytest
 import torch
 
 from elastic.collectives import raise_together
-from elastic.data import DataLoader, optimizer_steps
+from elastic.data import DataLoader
 from elastic.errors import GradientsDiffer, Invalid, PeerLost
 from elastic.exact import verification_rules
 from elastic.exact.shards import Shards
@@ -19,24 +18,14 @@ from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.optimizer.shard_sums.reducer import ShardReducer
 from elastic.runtime import lifecycle
 from elastic.state.handlers.part import ShardsStateHandler
-from harness.small_worlds import ranks_as_threads
+from harness.small_worlds import drawn, set_drawn, shard_ranks_as_threads
 
 STEPS, COUNT = 12, 8
 
 
 @pytest.fixture
 def ranks(monkeypatch):
-    run = ranks_as_threads(monkeypatch)
-    monkeypatch.setattr(lifecycle, "active", lambda: lifecycle.current())
-    monkeypatch.setattr(
-        lifecycle, "position", lambda: (lifecycle.current().place, lifecycle.current().generation)
-    )
-    # Threads have one generator together, and one count of steps.
-    monkeypatch.setattr("elastic.exact.random_generators.set_seed", lambda seed: None)
-    counted = create_autospec(optimizer_steps)
-    counted.count.return_value = 0
-    monkeypatch.setattr("elastic.exact.shards.optimizer_steps", counted)
-    return run
+    return shard_ranks_as_threads(monkeypatch)
 
 
 class Network(torch.nn.Module):
@@ -47,17 +36,11 @@ class Network(torch.nn.Module):
         self.first, self.last = torch.nn.Linear(5, 40), torch.nn.Linear(40, 2)
         self.norm = torch.nn.BatchNorm1d(40)
         self.rare = torch.nn.Parameter(torch.ones(7))
-        with torch.no_grad():
-            for number, each in enumerate(self.parameters()):
-                each.copy_(drawn(*each.shape, seed=number))
+        set_drawn(self)
 
     def forward(self, inputs: torch.Tensor, shard: int) -> torch.Tensor:
         found: torch.Tensor = self.last(self.norm(self.first(inputs)).relu())
         return found + self.rare.sum() if shard == 2 else found
-
-
-def drawn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Run:

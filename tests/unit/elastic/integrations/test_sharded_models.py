@@ -8,9 +8,10 @@ from unittest.mock import create_autospec
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from elastic.errors import Fixed, NotElastic
+from harness.fakes.process_group import only_rank
 
 pytestmark = [
     pytest.mark.slow,  # imports
@@ -22,11 +23,9 @@ pytestmark = [
 def sharded() -> Iterator[Any]:
     """A model of four ranks, of which three are made up."""
     from torch.distributed.fsdp import fully_shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    distributed.destroy_process_group()
+    with only_rank(0, 4):
+        yield fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
 
 @pytest.mark.nightly

@@ -11,9 +11,9 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.sharding.dtensor_operators import OperatorDecisions
+from harness.fakes.process_group import only_rank
 
 SHAPES = [(24, 3), (24,), (5, 2), (1,), (2, 2, 2)]  # some with fewer rows than ranks
 MESHES = [(1,), (2,), (3,), (8,), (2, 2), (1, 3), (4, 2), (2, 1)]
@@ -25,9 +25,8 @@ DECIDE = PROPAGATOR.propagate_op_sharding_non_cached
 @pytest.fixture(autouse=True)
 def fake_group() -> Iterator[None]:
     """A default group of eight ranks without communication, in which this process has rank 0."""
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield
-    distributed.destroy_process_group()
+    with only_rank(0, 8):
+        yield
     _clear_sharding_prop_cache()
 
 

@@ -26,6 +26,7 @@ from elastic.state.fully_sharded.sharded_handlers import LiveShard, RowSpec
 from elastic.state.handled_state import shards_of
 from elastic.state.state import hold, options_of
 from elastic.torch_backend import sharding_guard
+from harness.fakes.process_group import only_rank
 
 pytestmark = [
     pytest.mark.slow,  # imports of torch's
@@ -36,11 +37,8 @@ pytestmark = [
 @pytest.fixture
 def four():
     """Four ranks, of which three are made up, and this one is rank 1."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    yield
-    distributed.destroy_process_group()
+    with only_rank(1, 4):
+        yield
 
 
 def network() -> Any:

@@ -16,6 +16,7 @@ from elastic.exact.shards import Shards
 from elastic.sharding import fsdp2, tested_torch, unsupported_sharding
 from elastic.state import TorchState
 from elastic.torch_backend import sharding_guard
+from harness.fakes.process_group import only_rank
 
 pytestmark = [
     pytest.mark.slow,  # imports of torch's
@@ -26,11 +27,8 @@ pytestmark = [
 @pytest.fixture
 def four():
     """A mesh of four ranks, three of which are fake."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield distributed.device_mesh.init_device_mesh("cpu", (4,))
-    distributed.destroy_process_group()
+    with only_rank(0, 4):
+        yield distributed.device_mesh.init_device_mesh("cpu", (4,))
 
 
 def network() -> Any:

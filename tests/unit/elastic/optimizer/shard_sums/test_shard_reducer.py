@@ -17,7 +17,7 @@ from elastic import context
 from elastic.api.compression import Compression, NoneCompressor
 from elastic.api.sync_batch_norm import SyncBatchNorm
 from elastic.collectives.interface import Op
-from elastic.data import DataLoader, ShardedFiles, optimizer_steps
+from elastic.data import DataLoader, ShardedFiles
 from elastic.errors import Invalid, StateMismatch
 from elastic.exact import load_balancing
 from elastic.exact.shard_step import StepListener
@@ -30,7 +30,7 @@ from elastic.runtime import lifecycle
 from elastic.state import TorchState
 from harness.golden import raises, recorded
 from harness.refusals import refusal_of
-from harness.small_worlds import net, ranks_as_threads
+from harness.small_worlds import drawn, net, set_drawn, shard_ranks_as_threads
 from simulation.test_shard_schedules import (
     a_lost_partial,
     a_stale_buffer,
@@ -43,25 +43,7 @@ SHARDS = [1, 3, 5, 8]
 
 @pytest.fixture
 def ranks(monkeypatch):
-    run = ranks_as_threads(monkeypatch)
-    monkeypatch.setattr(lifecycle, "active", lambda: lifecycle.current())
-
-    def position():
-        world = lifecycle.current()
-        return world.place, world.generation
-
-    monkeypatch.setattr(lifecycle, "position", position)
-    # Threads have one generator together; tests of processes draw from it.
-    monkeypatch.setattr("elastic.exact.random_generators.set_seed", lambda seed: None)
-    # They have one count of steps, too, and are not at the same place.
-    counted = create_autospec(optimizer_steps)
-    counted.count.return_value = 0
-    monkeypatch.setattr("elastic.exact.shards.optimizer_steps", counted)
-    return run
-
-
-def drawn(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return shard_ranks_as_threads(monkeypatch)
 
 
 class Network(torch.nn.Module):
@@ -80,9 +62,7 @@ class Network(torch.nn.Module):
         self.norm.reset_running_stats()
         self.register_buffer("queue", torch.zeros(0, 2))
         self.register_buffer("mask", torch.ones(1).expand(2))
-        with torch.no_grad():
-            for number, each in enumerate(self.parameters()):
-                each.copy_(drawn(*each.shape, seed=number))
+        set_drawn(self)
 
     def forward(self, inputs: torch.Tensor, shard: int) -> torch.Tensor:
         found: torch.Tensor = self.last(self.norm(self.first(inputs)).relu()) * self.get_buffer(
@@ -387,9 +367,7 @@ class Backwards(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(20, 20, bias=False) for _ in range(5))
-        with torch.no_grad():
-            for number, each in enumerate(self.parameters()):
-                each.copy_(drawn(*each.shape, seed=number))
+        set_drawn(self)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         for each in reversed(self.layers):
