@@ -7,28 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from conformance.worlds import World
-from frameworks import behaviours
+from frameworks.behaviours import of_module
 
 NEEDS = ("jax", "flax", "optax", "equinox")
-FIRST_S = 150.0  # imports included
 
-worlds = pytest.mark.parametrize(
-    "world", [2, pytest.param(3, marks=pytest.mark.nightly)], indirect=True, ids="{}-ranks".format
-)
-
-
-@worlds
-@pytest.mark.parametrize("behaviour", behaviours.of("in_jax"))
-def test_jax(world: World, behaviour: str) -> None:
-    world.run(behaviours.call, "in_jax", behaviour, timeout_s=FIRST_S)
-
-
-@worlds
-@pytest.mark.parametrize("behaviour", behaviours.of("in_jax_script_checks"))
-def test_script_checks(world: World, behaviour: str) -> None:
-    world.run(behaviours.call, "in_jax_script_checks", behaviour, timeout_s=FIRST_S)
-
+test_jax = of_module("in_jax")
+test_script_checks = of_module("in_jax_script_checks")
 
 SCRIPT = Path(__file__).with_name("jax_job.py")
 START_S = 150.0  # imports, on a busy machine

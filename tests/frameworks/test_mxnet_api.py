@@ -9,20 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from conformance.worlds import World
-from frameworks import behaviours
+from frameworks.behaviours import FIRST_S, of_module
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "horovod"
 NEEDS = ("mxnet",)
-FIRST_S = 150.0  # imports included
 
 pytestmark = pytest.mark.nightly
 
 
-@pytest.mark.parametrize("world", [2, 3], indirect=True, ids="{}-ranks".format)
-@pytest.mark.parametrize("behaviour", behaviours.of("in_mxnet"))
-def test_mxnet(world: World, behaviour: str) -> None:
-    world.run(behaviours.call, "in_mxnet", behaviour, timeout_s=FIRST_S)
+test_mxnet = of_module("in_mxnet", [2, 3])
 
 
 def test_a_script_of_gluon_trains_on_two_workers(job):

@@ -139,24 +139,25 @@ def test_keras_fit_continues_in_the_middle_of_an_epoch_with_the_same_losses(job,
     assert abs(float(losses.pop()) - number(alone, r"8 epochs with loss ([\d.]+)")[0]) < 1e-4
 
 
+def check_all_pass(job, module: str, **env: str) -> None:
+    """Run a module as a script: all of its behaviours pass on each rank."""
+    script = Path(__file__).with_name(f"{module}.py")
+    running = job("-np 2", ["python", script], env={**ENV, **env})
+    running.succeed(PATIENCE_S)
+    passed = {m[1] for line in running.lines if (m := re.search(r"passed (test_\w+)", line))}
+    assert passed == set(behaviours.names_of(module))
+
+
 @pytest.mark.nightly
 @PATIENT
 @pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
 def test_behaviours_pass_on_each_keras_backend(job, backend):
-    script = Path(__file__).with_name("in_each_backend.py")
-    running = job("-np 2", ["python", script], env={**ENV, "KERAS_BACKEND": backend})
-    running.succeed(PATIENCE_S)
-    passed = {m[1] for line in running.lines if (m := re.search(r"passed (test_\w+)", line))}
-    assert passed == set(behaviours.of("in_each_backend"))
+    check_all_pass(job, "in_each_backend", KERAS_BACKEND=backend)
 
 
 @pytest.mark.nightly
 @PATIENT
 @pytest.mark.skipif(importlib.util.find_spec("tf_keras") is None, reason="needs tf-keras")
 def test_behaviours_pass_with_legacy_keras(job):
-    script = Path(__file__).with_name("in_legacy_keras.py")
-    env = {**ENV, "TF_USE_LEGACY_KERAS": "1", "PYTHONPATH": str(script.parents[1])}
-    running = job("-np 2", ["python", script], env=env)
-    running.succeed(PATIENCE_S)
-    passed = {m[1] for line in running.lines if (m := re.search(r"passed (test_\w+)", line))}
-    assert passed == set(behaviours.of("in_legacy_keras"))
+    tests = str(Path(__file__).parents[1])
+    check_all_pass(job, "in_legacy_keras", TF_USE_LEGACY_KERAS="1", PYTHONPATH=tests)
