@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from harness.program import output_of
 
 OPENSSL = shutil.which("openssl")
 
@@ -58,7 +59,4 @@ def new_authority(folder: Path, name: str = "ca") -> Authority:
 
 def openssl(*words: object) -> None:
     assert OPENSSL is not None, "the openssl program is missing"
-    done = subprocess.run(
-        [OPENSSL, *map(str, words)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    output_of(OPENSSL, *words, timeout=60)

@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from elastic.driver.monitoring.prometheus_metrics import JobMetrics, families
 from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.protocol.messages import Commit
 from harness import wording
+from harness.program import stdout_of
 
 VERSIONS = [f"1.{minor}" for minor in range(25, 38)]
 SOME_VERSIONS = ["1.25", "1.26", "1.37"]
@@ -810,11 +810,7 @@ def test_overlay_of_the_kustomize_base_sets_its_namespace(kubectl, tmp_path: Pat
     overlay = tmp_path / "overlay"
     overlay.mkdir()
     (overlay / "kustomization.yaml").write_text("\n".join(shown))
-    done = subprocess.run(
-        [kubectl, "kustomize", str(overlay)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    built = Objects(done.stdout)
+    built = Objects(stdout_of(kubectl, "kustomize", overlay, timeout=60))
     assert built["StatefulSet", "hvd-elastic-worker"]["metadata"]["namespace"] == "training"
     assert built["StatefulSet", "hvd-elastic-worker"]["spec"]["replicas"] == 8
     assert all(each["image"] == "registry.example.com/me/train:7" for each in built.containers())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+
+from harness.program import stdout_of
 
 # Each is too large for malloc to keep. oneDNN would keep them, on a processor that has it on by default.
 STEPS = """
@@ -32,11 +33,8 @@ def faults_a_step(door: str, **environ: str) -> int:
     env = {name: value for name, value in os.environ.items() if name not in chosen}
     script = STEPS.format(door=door)
     env |= {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", **environ}
-    said = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert said.returncode == 0, said.stderr[-2000:]
-    return int(said.stdout.split("faults")[1])
+    said = stdout_of(sys.executable, "-c", script, env=env, timeout=120)
+    return int(said.split("faults")[1])
 
 
 @pytest.mark.nightly

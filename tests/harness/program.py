@@ -187,13 +187,15 @@ class Program:
 
 def output_of(*words: object, timeout: float = 100.0, **how: Any) -> str:
     """Run a program to its end, which must be a success, and return its output with stderr."""
+    return stdout_of(*words, timeout=timeout, stderr=subprocess.STDOUT, **how)
+
+
+def stdout_of(
+    *words: object, timeout: float = 100.0, stderr: int = subprocess.PIPE, **how: Any
+) -> str:
+    """Run a program to its end, which must be a success, and return its output without stderr."""
     done: subprocess.CompletedProcess[str] = subprocess.run(
-        [*map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        **how,
+        [*map(str, words)], stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=timeout, **how
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, f"{done.stdout}{done.stderr or ''}"
     return done.stdout

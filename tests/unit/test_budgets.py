@@ -10,6 +10,7 @@ import pytest
 
 import harness
 from harness.budgets import Costs, folder_of, others, processors_s, too_dear
+from harness.program import stdout_of
 
 BUDGETS_S = {"a": 100.0, "b": 200.0, "c": 10.0}
 
@@ -80,7 +81,7 @@ def test_run_reports_the_processor_time_of_its_light_tests(tmp_path):
     plugins = ("-p", "harness.spread", "-p", "harness.budgets", "-p", "no:cacheprovider")
     command = (sys.executable, "-m", "pytest", *plugins, "--rootdir", str(tmp_path), str(folder))
     env = {"PYTHONPATH": str(Path(harness.__path__[0]).parent)}
-    said = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+    said = stdout_of(*command, env=env)
     used = re.search(r"of processors +([\d.]+) s  light tests/unit", said)
     assert used is not None and float(used[1]) > 0.0
 

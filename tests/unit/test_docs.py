@@ -21,6 +21,7 @@ from elastic.chaos.__main__ import COMMAND_LINE as CHAOS
 from elastic.driver.commandline.options import command_names
 from elastic.driver.commandline.setup import docs_cli
 from elastic.script_checks.mistakes import PAGE, Kind
+from harness.program import output_of
 from harness.sources import INSTALLED, ROOT, facts, sources
 from stress.__main__ import COMMAND_LINE as STRESS
 
@@ -282,9 +283,6 @@ def test_navigation_lists_exactly_the_existing_pages():
 @pytest.mark.nightly
 def test_the_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs", reason="make docs installs it")
-    import subprocess
-
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    output_of(*words, cwd=ROOT, timeout=110)
     assert (tmp_path / "reference" / "python.html").exists()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from harness.processes import path_of_tests
+from harness.program import output_of
 from harness.sources import INSTALLED, ROOT, facts, sources
 
 # From the ground up: a room imports from itself and from rooms above its line, never from one on its line or below.
@@ -143,15 +143,7 @@ def pure() -> list[Path]:
 
 def bare(program: str) -> None:
     """Runs a program in a process of its own, where nothing has been imported yet."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=os.environ | path_of_tests(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, "-c", program, cwd=ROOT, env=os.environ | path_of_tests())
 
 
 def test_pure_files_name_no_clock_socket_thread_or_torch():

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -32,6 +31,7 @@ from elastic.protocol.messages import Address, ProtocolError
 from harness import groups, ranks
 from harness.collectives_contract import CollectivesContract
 from harness.groups import TIMEOUT_S, World, wait_in_two_orders
+from harness.program import stdout_of
 from harness.ranks import Died, store_to_be
 from harness.waiting import wait_until
 
@@ -132,13 +132,11 @@ def test_programs_that_the_process_starts_inherit_no_socket(world):
         "known = [fd for fd in fds if os.path.exists(f'/dev/fd/{fd}')]\n"
         "print(sum(stat.S_ISSOCK(os.fstat(fd).st_mode) for fd in known))"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", count], close_fds=False, capture_output=True, text=True, check=True
-    )
+    shown = stdout_of(sys.executable, "-c", count, close_fds=False)
     own = sum(1 for _ in sockets._sockets())
     assert own >= 3
     # Python's own sockets never pass to a program, and Gloo's do not either.
-    assert int(shown.stdout) == 0
+    assert int(shown) == 0
 
 
 # ---- connecting --------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address
 from harness import ranks, wording
 from harness.groups import TIMEOUT_S, connecting
+from harness.program import stdout_of
 from harness.ranks import Ranks
 from harness.waiting import wait_until
 
@@ -185,11 +186,7 @@ def test_memory_of_another_user_is_not_accessible(offering):
         "except neighbours.PeerMemoryUnavailable as error: print(type(error.__cause__).__name__)\n"
     )
     told = msgspec.msgpack.encode((offering.owner, offering.offer)).hex()
-    asked = subprocess.run(
-        [sys.executable, "-c", asking, told], capture_output=True, text=True, timeout=60
-    )
-    assert asked.returncode == 0, asked.stderr
-    assert asked.stdout == "PermissionError\n"
+    assert stdout_of(sys.executable, "-c", asking, told) == "PermissionError\n"
 
 
 def test_forked_child_unmaps_peer_memory_of_its_parent(offering):

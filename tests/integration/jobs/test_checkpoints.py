@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 
 import msgspec
 import psutil
@@ -19,6 +18,7 @@ from harness import wording
 from harness.history import SCRIPTS
 from harness.job import Job, elasticrun
 from harness.processes import clean_environment
+from harness.program import stdout_of
 
 pytestmark = pytest.mark.forked
 
@@ -74,10 +74,8 @@ def test_same_command_trains_again_after_a_data_file_read_by_the_script_changed(
     command = [elasticrun(), *flags, "python", str(SCRIPTS / "reads_data.py")]
 
     def ends() -> list[str]:
-        told = subprocess.run(
-            command, cwd=run, env=env, capture_output=True, text=True, timeout=120, check=True
-        )
-        return re.findall(r"ends at (\d+)", told.stdout)
+        told = stdout_of(*command, cwd=run, env=env, timeout=120)
+        return re.findall(r"ends at (\d+)", told)
 
     assert ends() == ["3", "3"]
     found = msgspec.json.decode(Storage(str(run / "ck")).read(FINISHED), type=FinishedJob)

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 import urllib.request
 from collections import defaultdict
@@ -29,6 +28,7 @@ from harness.browser import CHROMIUM, Browser
 from harness.history import SCRIPTS, STAY_AWAY, pid_of
 from harness.job import Job, elasticrun
 from harness.ports import free_port
+from harness.program import stdout_of
 from harness.stalls import debugged
 
 pytestmark = pytest.mark.forked
@@ -83,10 +83,7 @@ class Stalled:
     # ---- what each of them tells: ranks with their lines, and seconds
 
     def status(self) -> dict[str, Any]:
-        said = subprocess.run(
-            [elasticrun(), "status", NAME, "--json"], capture_output=True, timeout=60, check=True
-        )
-        state: dict[str, Any] = json.loads(said.stdout)
+        state: dict[str, Any] = json.loads(stdout_of(elasticrun(), "status", NAME, "--json"))
         return state
 
     def page(self) -> dict[str, Any]:
@@ -108,15 +105,10 @@ class Stalled:
 
     def explain(self) -> dict[str, list[dict[str, Any]]]:
         """Facts by the kind of their finding; the page is written as well."""
-        said = subprocess.run(
-            [elasticrun(), "explain", "--json", "--html", "live.html", str(self.training.journal)],
-            cwd=self.training.folder,
-            capture_output=True,
-            timeout=60,
-            check=True,
-        )
+        words = [elasticrun(), "explain", "--json", "--html", "live.html", self.training.journal]
+        said = stdout_of(*words, cwd=self.training.folder)
         found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for each in json.loads(said.stdout)["findings"]:
+        for each in json.loads(said)["findings"]:
             found[each["what"]].append(each["facts"])
         return found
 

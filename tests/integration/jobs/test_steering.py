@@ -20,6 +20,7 @@ from harness.certificates import make_certificates
 from harness.etcd import one_etcd
 from harness.history import RETURN, SCRIPTS, TRAINING, History, sizes
 from harness.job import Job, elasticrun
+from harness.program import stdout_of
 
 # From the last newcomer that is ready, or from the request, to the new world. How soon it is on an idle machine,
 # benchmarks/steering.py says.
@@ -36,11 +37,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def command(*words: str) -> str:
     """Return elasticrun's output for an operator."""
-    done = subprocess.run(
-        [elasticrun(), *words], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done
-    return done.stdout
+    return stdout_of(elasticrun(), *words, timeout=60)
 
 
 def effective_within(training: Job, size: int) -> float:

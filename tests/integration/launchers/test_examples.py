@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from harness import wording
+from harness.program import stdout_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SVG = "http://www.w3.org/2000/svg"  # the name of a namespace
 
 
 def run(*words: str | Path, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return stdout_of(sys.executable, *words, cwd=cwd)
 
 
 @pytest.mark.nightly

@@ -1,7 +1,6 @@
 """The entry point that `import torch` calls in a worker, for any order of imports."""
 
 import os
-import subprocess
 import sys
 from importlib.metadata import entry_points
 
@@ -10,6 +9,7 @@ import torch
 
 from elastic.errors import Invalid
 from harness.golden import raises
+from harness.program import stdout_of
 
 PROGRAM = """
 {first}
@@ -43,16 +43,9 @@ def test_autoload_is_an_entry_point_of_the_installed_package():
 )
 def test_backend_is_registered_for_any_order_of_imports(first, place, group):
     rank, size = place.split()
-    known = {"RANK": rank, "WORLD_SIZE": size, "ELASTIC_TORCH_BACKEND": "elastic"}
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(first=first)],
-        env=os.environ | known,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == [group]
+    env = os.environ | {"RANK": rank, "WORLD_SIZE": size, "ELASTIC_TORCH_BACKEND": "elastic"}
+    program = PROGRAM.format(first=first)
+    assert stdout_of(sys.executable, "-c", program, env=env).split() == [group]
 
 
 def test_ddp_created_before_the_world_is_refused(monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from elastic.runtime.recovery import Phase, Recovery
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state import ObjectState
 from harness.golden import raises
+from harness.program import output_of
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 
@@ -94,10 +94,7 @@ def test_importing_horovods_exception_names_changes_raised_types(module, is_horo
         f"assert isinstance(PeerLost('x'), Exception) is {is_horovods}\n"
         "assert 'torch' not in sys.modules"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=60
-    )
-    assert done.returncode == 0
+    output_of(sys.executable, "-c", program, cwd=Path(__file__).parents[3])
 
 
 def test_failures_that_end_a_job_are_horovod_internal_errors():

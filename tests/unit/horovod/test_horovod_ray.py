@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ if find_spec("ray") is None:
     pytest.skip("needs ray", allow_module_level=True)
 
 from harness.golden import raises
+from harness.program import output_of
 from horovod.ray import ElasticRayExecutor, MiniSettings, RayExecutor, ray_logger
 from horovod.ray.coordinator import Coordinator
 from horovod.ray.elastic_v2 import RayHostDiscovery, TestDiscovery, rooms_of
@@ -167,8 +167,7 @@ def test_the_import_does_not_import_ray_and_names_the_missing_package():
         "except ImportError as error: assert 'pip install' in str(error), error\n"
         "else: raise SystemExit('imported')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, "-c", program)
 
 
 # ---- refusals before the start -----------------------------------------------------------------------------------------

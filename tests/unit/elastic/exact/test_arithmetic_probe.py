@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from elastic.exact import arithmetic_probe
 from harness.golden import raises
+from harness.program import stdout_of
 
 MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)
 PROGRAM = (
@@ -21,11 +21,8 @@ PROGRAM = (
 
 def said_with(**env: str) -> dict[str, str]:
     told = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    output = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=told, capture_output=True, text=True, timeout=100
-    )
-    assert output.returncode == 0, output.stderr
-    return dict(line.split(" ", 1) for line in output.stdout.splitlines())
+    output = stdout_of(sys.executable, "-c", PROGRAM, env=told)
+    return dict(line.split(" ", 1) for line in output.splitlines())
 
 
 def measured(said: dict[str, str]) -> dict[str, str]:

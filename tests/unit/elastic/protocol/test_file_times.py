@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 
 import pytest
 
 from elastic.protocol.file_times import COARSE_S, ERROR_S, changed_since
+from harness.program import stdout_of
 
 PROGRAM = "from elastic.protocol.file_times import process_began_at; print(process_began_at())"
 
 
 def test_start_of_a_process_is_known_to_less_than_a_tenth_of_a_second():
     before = time.time()
-    told = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
-    )
-    assert before - ERROR_S - 0.02 <= float(told.stdout) <= time.time() - ERROR_S
+    told = stdout_of(sys.executable, "-c", PROGRAM)
+    assert before - ERROR_S - 0.02 <= float(told) <= time.time() - ERROR_S
 
 
 def test_file_written_just_before_a_start_has_not_changed_since(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ import pytest
 
 from elastic.protocol import read_paths
 from elastic.protocol.read_paths import DIR, ReadPaths
+from harness.program import stdout_of
 
 PROGRAM = """
 import json, sys
@@ -26,14 +26,8 @@ print(json.dumps([sorted(files), sorted(folders), sorted(unseen)]))
 
 def seen(folder: Path, code: str) -> tuple[set[str], set[str], set[str]]:
     """Files and folders by their names in ``folder``, and what is not seen."""
-    told = subprocess.run(
-        [sys.executable, "-c", PROGRAM, code],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    files, folders, unseen = json.loads(told.stdout)
+    told = stdout_of(sys.executable, "-c", PROGRAM, code, cwd=folder)
+    files, folders, unseen = json.loads(told)
     below = [
         {str(Path(path).relative_to(folder)) for path in paths if path.startswith(f"{folder}/")}
         for paths in (files, folders)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
 import sys
 from typing import Any
 
@@ -25,6 +24,7 @@ from elastic.driver.settings import FLAGS
 from elastic.errors import Invalid
 from elastic.launcher.option_types import LaunchOptions, RayOptions
 from harness.golden import raises
+from harness.program import stdout_of
 from harness.sources import ROOT
 
 
@@ -149,11 +149,8 @@ print(json.dumps(found))
 
 
 def test_one_declaration_adds_an_option_to_flags_variables_files_and_documentation():
-    made = subprocess.run(
-        [sys.executable, "-c", MADE_UP], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert made.returncode == 0, made.stderr
-    assert json.loads(made.stdout) == {
+    made = stdout_of(sys.executable, "-c", MADE_UP, cwd=ROOT, timeout=240)
+    assert json.loads(made) == {
         "flag": 1,
         "variable": 2,
         "file": 3,

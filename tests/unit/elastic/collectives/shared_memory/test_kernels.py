@@ -6,7 +6,6 @@ import ctypes
 import functools
 import itertools
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 from elastic.collectives.dtypes_and_ops import OPS, DType
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import native_library
+from harness.program import stdout_of
 
 LIBRARY = native_library.load()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=native_library.missing())
@@ -297,7 +297,5 @@ def test_environment_selects_a_narrower_instruction_set(wished):
         "from elastic.collectives.shared_memory import native_library as library\n"
         "print(library.load().elastic_kernels_name().decode())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.split() == [wished if wished in KINDS else KINDS[-1]], done.stderr
+    said = stdout_of(sys.executable, "-c", program, env=environment)
+    assert said.split() == [wished if wished in KINDS else KINDS[-1]]

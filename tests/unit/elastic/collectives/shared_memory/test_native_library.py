@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from elastic.collectives import dtypes_and_ops
 from elastic.collectives.interface import Op
 from elastic.collectives.shared_memory import native_library
 from harness.golden import raises, recorded
+from harness.program import output_of, stdout_of
 
 ROOT = Path(__file__).parents[5]
 needed = pytest.mark.skipif(native_library.load() is None, reason=native_library.missing())
@@ -37,11 +37,7 @@ def read_elsewhere(file: Path) -> str:
         "found, why = library.read(Path(sys.argv[1]))\n"
         "print(why if found is None else found.elastic_kernels_name())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(file)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return stdout_of(sys.executable, "-c", program, file).strip()
 
 
 @pytest.fixture
@@ -143,8 +139,7 @@ def test_library_without_a_declared_function_is_refused(copy, monkeypatch):
 
 def test_loading_needs_no_torch():
     program = "import sys\nfrom elastic.collectives.shared_memory import native_library as library\nlibrary.load()\nassert 'torch' not in sys.modules"  # noqa: E501
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    stdout_of(sys.executable, "-c", program)
 
 
 # ---- both sides agree ------------------------------------------------------------------------------------------------
@@ -227,7 +222,4 @@ def test_a_group_that_outlives_the_modules_is_silent():
         "ctypes.pythonapi.Py_IncRef(ctypes.py_object(shared))\n"
         "shared.kept = kept\ndel kept\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert output_of(sys.executable, "-c", program) == ""
