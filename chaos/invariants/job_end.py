@@ -128,4 +128,5 @@ class JobEnd:
             self.job.broken("RANK 0 IS NO OTHER", what)
 
     def _live_members(self) -> list[tuple[Worker, LiveWorker]]:
-        return [(worker, known) for worker, known in self.job.here() if not known.dismissed]
+        # A member that is being fenced counts if it had returned before, because its training is complete.
+        return [(w, known) for w, known in self.job.here() if known.finished or not known.dismissed]
