@@ -47,7 +47,7 @@ from elastic.monitoring import step_count, timeline
 from elastic.negotiation import process_sets
 from elastic.optimizer.gradients import reduction_description
 from elastic.protocol.calls import distinct
-from elastic.protocol.messages import COPY, STATE, World
+from elastic.protocol.messages import COPY, MEMBERS_WITH_SOURCE, STATE, World
 from elastic.protocol.uncaught.sending import LostDriver, send_report
 from elastic.rendezvous import distributed_samplers
 from elastic.runtime import host_updates, lifecycle
@@ -350,13 +350,14 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
     metadata, source = following_group.metadata(rt), dict[str, str]()
     if not early:
         metadata |= state.world_metadata()
-        broadcast = state.first_broadcast()
+        # The values of a larger world would be too large, and the ranks of one host exchange them faster.
+        known = rt.place.several_hosts and rt.place.size <= MEMBERS_WITH_SOURCE
+        broadcast = state.first_broadcast() if known and not rt.provisional else None
         if broadcast is not None:
             content, reply = broadcast
             source = {name: as_text(each) for name, each in process_sets.source().items()}
             source[STATE] = as_text(content)
-            if not rt.provisional:
-                metadata[reply_to(STATE)] = as_text(reply)
+            metadata[reply_to(STATE)] = as_text(reply)
     world = rt.worlds.next(
         digest, text, state.held_shards(), state.kept_commits(), metadata, source
     )

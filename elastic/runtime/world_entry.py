@@ -99,7 +99,7 @@ class DriverWorlds:
         store = session.groups.listen()
         session.groups.connect_ahead()
         sent = _sendable(metadata or {}, store)
-        first = _sendable_source(source or {}, session.recovery.place) if sent else {}
+        first = _sendable_source(source or {}) if sent else {}
 
         def ready(recovery: Recovery) -> list[Action]:
             session.phases.mark("ready", time.monotonic())
@@ -191,10 +191,8 @@ def _sendable(metadata: Mapping[str, str], store: Address) -> dict[str, str]:
     return sent if len(sent) <= messages.METADATA_VALUES else {}
 
 
-def _sendable_source(source: Mapping[str, str], place: messages.Place) -> dict[str, str]:
-    """Return the values of a source that the driver accepts. None are needed on one host, or in a large world."""
-    if not place.several_hosts or place.size > messages.MEMBERS_WITH_SOURCE:
-        return {}
+def _sendable_source(source: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of a source that the driver accepts."""
     return {name: text for name, text in source.items() if len(text) <= messages.SOURCE_LIMIT}
 
 

@@ -15,9 +15,10 @@ from elastic import run_loop
 from elastic.checkpoints import training_checkpoints
 from elastic.errors import PeerLost, StateMismatch, WorldChanging
 from elastic.negotiation import process_sets
-from elastic.protocol.messages import Address, Commit, Place, World
+from elastic.protocol.messages import MEMBERS_WITH_SOURCE, STATE, Address, Commit, Place, World
 from elastic.run_loop import unwrapped
 from elastic.runtime.errors_while_leaving import Departure
+from elastic.runtime.guarded_groups import reply_to
 from elastic.runtime.session import Session
 from elastic.runtime.worker_runtime import WorkerRuntime
 from elastic.state.state import State
@@ -113,6 +114,29 @@ def enter(rt: Any, state: Any) -> None:
         patch.object(run_loop, "runs_script_in_reset", return_value=False),
     ):
         run_loop._enter_world(rt, state, "", first=False)
+
+
+@pytest.mark.parametrize(
+    ("size", "hosts", "provisional", "sends"),
+    [
+        (MEMBERS_WITH_SOURCE, 2, False, True),
+        (MEMBERS_WITH_SOURCE + 1, 2, False, False),
+        (2, 1, False, False),
+        (2, 2, True, False),
+    ],
+)
+def test_first_broadcast_is_sent_only_by_members_of_small_worlds_on_several_hosts(
+    size, hosts, provisional, sends
+):
+    place = Place(0, size, 0, size // hosts, 0, hosts)
+    rt, state = entering(World(4, place, Address("h", 1), size, Commit(3, 5), "h:1 lost"))
+    rt.provisional = provisional
+    state.first_broadcast.return_value = (b"header", b"reply")
+    state.world_metadata.return_value = {"merges": "3"}
+    enter(rt, state)
+    *_, metadata, source = rt.worlds.next.call_args.args
+    assert metadata.keys() == ({"merges", reply_to(STATE)} if sends else {"merges"})
+    assert (STATE in source) is sends
 
 
 @pytest.mark.parametrize("calls_back", [True, False])
