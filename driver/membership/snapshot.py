@@ -596,11 +596,13 @@ class _Making:
         same = {n: self._value(c[0]) if len(c) == 1 else None for n, c in columns.items()}
         differing = {n: self._column(c, block.count) for n, c in columns.items() if len(c) != 1}
         passing = [(name, PASSING[kind, name]) for name in names if (kind, name) in PASSING]
-        for each, *values in zip(made, *differing.values(), strict=True):
-            fields = vars(each)
-            fields.update(same)
+        rows = zip(*differing.values(), strict=True) if differing else itertools.repeat(())
+        for each, values in zip(made, rows, strict=False):
+            fields = same.copy()
             fields.update(zip(differing, values, strict=True))
-            fields.update((name, new()) for name, new in passing)
+            for name, new in passing:
+                fields[name] = new()
+            each.__dict__ = fields
 
     def _put(self, block: _Block, kind: type, made: list[Any]) -> None:
         """Fill containers."""

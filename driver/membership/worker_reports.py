@@ -89,14 +89,15 @@ class WorkerReports(Part):
         commit, kept = event.commit, event.kept.commits
         host, layout, running = event.address, event.layout, event.running
         moved: list[WorkerRecord] = []
+        record_of, member, starting = self.roster.get, WorkerStage.MEMBER, WorkerStage.STARTING
         for worker, port in zip(event.workers, event.ports, strict=True):
-            record = self.roster.get(worker)
-            if record is not None and record.stage is WorkerStage.STARTING:
+            record = record_of(worker)
+            if record is not None and record.stage is starting:
                 continue  # The agent is faulty: all members of a world have connected.
             if (
                 not usual
                 or record is None
-                or record.stage is not WorkerStage.MEMBER  # of the last world
+                or record.stage is not member  # of the last world
                 or record.frozen
                 or not record.readies < number
             ):
@@ -214,9 +215,11 @@ class WorkerReports(Part):
         if event.generation != self.worlds.generation:
             return
         world = self.worlds.world
-        members = [
-            worker for worker in event.workers if worker in roster and worker in world.places
-        ]
+        members = event.workers
+        if not (
+            all(map(roster.__contains__, members)) and all(map(world.places.__contains__, members))
+        ):
+            members = [worker for worker in members if worker in roster and worker in world.places]
         for record in map(roster.__getitem__, members):
             if record.resumed_at is None:
                 record.resumed_at = now

@@ -7,6 +7,7 @@ commit, regardless of the size of the world.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,30 +85,37 @@ def copy_groups(order: Sequence[Worker], holders: int) -> list[list[int]]:
     return [] if groups.keys() == {0} else [[sender, *groups[sender]] for sender in sorted(groups)]
 
 
-def places(order: Sequence[Worker]) -> list[Place]:
-    """Return the place of each worker: its ranks and the sizes.
+def places(order: Sequence[Worker], first: int = 0) -> list[Place]:
+    """Return the place of each worker from rank ``first`` on: its ranks and the sizes.
 
     The local rank is the slot number, because survivors cannot switch to another GPU.
     """
     size, hosts, slots = len(order), [w.host for w in order], [w.slot for w in order]
-    on_host = Counter(hosts)
-    hosts_of_slot: dict[int, list[str]] = {}
-    for host, slot in zip(hosts, slots, strict=True):
-        hosts_of_slot.setdefault(slot, []).append(host)
-    cross = {slot: {h: i for i, h in enumerate(found)} for slot, found in hosts_of_slot.items()}
-    # Positional arguments, because keyword arguments take longer.
-    return [
-        Place(rank, size, slot, on_host[host], (on_slot := cross[slot])[host], len(on_slot))
-        for rank, (host, slot) in enumerate(zip(hosts, slots, strict=True))
-    ]
+    # Most of this runs in C, because a job may have 100,000 workers.
+    on_host, on_slot = Counter(hosts), Counter(slots)
+    following = {slot: itertools.count() for slot in on_slot}
+    cross = [*map(next, map(following.__getitem__, slots))]
+    # The order may contain two workers of one slot: a lost one and its replacement. Both have the last cross rank.
+    of_slot = dict(zip(zip(hosts, slots, strict=True), cross, strict=True))
+    if len(of_slot) < size:
+        cross = [*map(of_slot.__getitem__, zip(hosts, slots, strict=True))]
+        on_slot = Counter(slot for _, slot in of_slot)
+    hosts, slots = hosts[first:], slots[first:]
+    local_sizes, cross_sizes = map(on_host.__getitem__, hosts), map(on_slot.__getitem__, slots)
+    ranks, sizes = range(first, size), itertools.repeat(size)
+    return [*map(Place, ranks, sizes, slots, local_sizes, cross[first:], cross_sizes)]
 
 
 def next_place(members: Sequence[Worker], worker: Worker) -> Place:
-    """Return the place that `places` would assign to a worker at the end of the order."""
-    on_host = sum(1 for m in members if m.host == worker.host)
-    hosts = {m.host for m in members if m.slot == worker.slot and m.host != worker.host}
+    """Return the place that `places` would assign to a worker at the end of the order, after the other members."""
+    on_host = [member.host for member in members].count(worker.host)
+    if on_host and worker in members:
+        return next_place([member for member in members if member != worker], worker)
+    slot = worker.slot
+    hosts = {member.host for member in members if member.slot == slot}
+    hosts.discard(worker.host)
     size = len(members) + 1
-    return Place(len(members), size, worker.slot, on_host + 1, len(hosts), len(hosts) + 1)
+    return Place(len(members), size, slot, on_host + 1, len(hosts), len(hosts) + 1)
 
 
 def slots(hosts: Mapping[str, int]) -> Iterable[tuple[str, int]]:

@@ -83,10 +83,11 @@ class WorkerPool:
         free = self.slots.free(self.roster.hosts, self.actions.now, short=self._short())
         started = [self.slots.start(slot) for slot in free[:most]]
         # New workers never get rank 0 while members are training.
-        order = [*members, *started]
+        order, first = [*members, *started], len(members)
         if not members:
-            order = sorted([*self.roster, *started], key=self.slots.order)
-        places = dict(zip(order, rank_order.places(order), strict=True)) if started else {}
+            order, first = sorted([*self.roster, *started], key=self.slots.order), 0
+        found = rank_order.places(order, first) if started else []
+        places = dict(zip(order[first:], found, strict=True)) if started else {}
         for number, worker in enumerate(started):
             record = WorkerRecord(worker, self.actions.now, places[worker])
             record.unchecked = bool(self.settings.health_check)
@@ -110,8 +111,7 @@ class WorkerPool:
         record.stage = WorkerStage.CONNECTED
         place = record.first_place
         if members:
-            others = [worker for worker in members if worker != record.worker]
-            place = rank_order.next_place(others, record.worker)
+            place = rank_order.next_place(members, record.worker)
         elastic = self.settings.elastic
         self.actions.add(WelcomeWorker(record.worker, place, bool(members), elastic))
 

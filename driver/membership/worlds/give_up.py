@@ -151,7 +151,7 @@ class GiveUpRules:
             commit: commit from which the next world begins.
         """
         if commit is not None and commit.generation == world.generation and commit.number > 0:
-            self._staff.slots.cooldown.clear({(w.host, w.slot) for w in world.members})
+            self._staff.slots.cooldown.clear((w.host, w.slot) for w in world.members)
             self._barren = 0
             self._stuck_in.clear()
             self._hung_in.clear()

@@ -173,11 +173,8 @@ class Worlds:
             self._compose_next()
 
     def _compose_next(self) -> None:
-        ready = [
-            s
-            for s in self.roster.first_at(WorkerStage.READY)
-            if not s.killed_for and s.worker not in self.signs.silent
-        ]
+        ready, silent = self.roster.at(WorkerStage.READY), self.signs.silent
+        ready = [s for s in ready if not s.killed_for and not (silent and s.worker in silent)]
         old, new, others = candidates(ready, self.members)
         beginning = self.spoilt.begin([*old, *new])
         composition = self._compose(old, new, beginning.commits)

@@ -64,9 +64,27 @@ def test_places_count_within_world_host_and_across_hosts():
     ]
 
 
+def test_places_when_a_slot_occurs_twice_then_both_workers_have_the_last_cross_rank():
+    order = [A, C, C.next(), D]
+    assert places(order) == [
+        Place(0, 4, 0, 1, 0, 2),
+        Place(1, 4, 0, 3, 2, 2),
+        Place(2, 4, 0, 3, 2, 2),
+        Place(3, 4, 1, 3, 0, 1),
+    ]
+
+
+def test_places_from_a_rank_on_are_the_last_places():
+    assert places([C, A, B, D], 3) == places([C, A, B, D])[3:]
+
+
 def test_next_place_is_the_last_place():
     assert next_place([C, A, B], D) == places([C, A, B, D])[-1]
     assert next_place([], A) == places([A])[0]
+
+
+def test_next_place_of_a_member_is_after_the_others():
+    assert next_place([C, A, B], A) == places([C, B, A])[-1]
 
 
 def test_slots_are_assigned_host_by_host_in_the_order_of_the_list():
