@@ -40,6 +40,7 @@ MOST_SLOTS = 100_000  # maximum number of workers in a range
 RANGES_FROM = 64  # number of members from which an action is written with ranges
 # format number that marks a journal as incomplete, because its driver could not write all entries
 ABANDONED = 0
+ENTRY = b'{"at":'  # first bytes of a line with an entry
 BEGINNING = b'{"journal":'  # first bytes of a header, and therefore of a journal
 SNAPSHOT = b'{"snapshot":'  # first bytes of a line with a snapshot
 
@@ -117,6 +118,22 @@ class Entry(msgspec.Struct, omit_defaults=True):
     more: bool = False
 
 
+class RangedAction:
+    """Recorded action with ranges instead of its members. Expanding these takes long in a job with many workers."""
+
+    def __init__(self, text: msgspec.Raw) -> None:
+        self.text = text
+
+    def matches(self, now: Action | None) -> bool:
+        """Return whether an action would be recorded with the same bytes."""
+        written = None if now is None else _with_ranges(now)
+        return isinstance(written, msgspec.Raw) and bytes(written) == bytes(self.text)
+
+    def expanded(self) -> Action:
+        """Return the action with its members."""
+        return _decoded_action(self.text)
+
+
 class Snapshot(msgspec.Struct):
     """Complete state of a Membership after the preceding entry. See `elastic.driver.membership.snapshot`."""
 
@@ -136,18 +153,25 @@ class TroubleLine(msgspec.Struct):
     at: float
 
 
-Line = Entry | Snapshot | Resumed | TroubleLine
+class RecordedEntry(msgspec.Struct):
+    """Entry as it is read for a replay, which compares most actions without decoding them."""
 
-
-class _Line(msgspec.Struct):
-    """Any line of a journal after the header. Events and actions are decoded according to their tags."""
-
-    at: float = 0.0
-    event: msgspec.Raw = msgspec.Raw()
-    actions: list[msgspec.Raw] = []
+    at: float
+    event: Event
+    actions: list[Action | RangedAction] = []
     error: str = ""
     digest: int | None = None
     more: bool = False
+
+
+Line = Entry | Snapshot | Resumed | TroubleLine
+Recorded = RecordedEntry | Snapshot | Resumed | TroubleLine
+
+
+class _OtherLine(msgspec.Struct):
+    """Any line of a journal after the header, except entries."""
+
+    at: float = 0.0
     snapshot: msgspec.Raw = msgspec.Raw()
     writer: Writer = Writer()
     resumed: Writer | None = None
@@ -161,13 +185,25 @@ class _Ranges(msgspec.Struct):
 
 
 _encoder = msgspec.json.Encoder()
-_lines = msgspec.json.Decoder(_Line)
+_others = msgspec.json.Decoder(_OtherLine)
 _EVENTS: Any = Union[tuple(Event.__subclasses__())]  # noqa: UP007
 _ACTIONS: Any = Union[tuple(Action.__subclasses__())]  # noqa: UP007
-_events: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_EVENTS)
 _actions: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_ACTIONS)
 _ranges = msgspec.json.Decoder(_Ranges)
 _headers = msgspec.json.Decoder(Header)
+# An entry, whose event is decoded in the same pass. Nearly all lines of a journal are entries.
+_EntryLine: Any = msgspec.defstruct(
+    "_EntryLine",
+    [
+        ("at", float),
+        ("event", _EVENTS),
+        ("actions", list[msgspec.Raw], []),
+        ("error", str, ""),
+        ("digest", int | None, None),
+        ("more", bool, False),
+    ],
+)
+_entry_lines: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_EntryLine)
 
 
 def header_of(
@@ -205,8 +241,8 @@ def encoded(line: Header | Line) -> bytes:
 
 def _with_ranges(action: Action) -> Action | msgspec.Raw:
     """Return an action as it is written: with ranges if it has many members, and unchanged otherwise."""
-    members = getattr(action, "members", None)
-    if not isinstance(members, list) or len(members) < RANGES_FROM:
+    members = _members_of(action)
+    if len(members) < RANGES_FROM:
         return action
     if isinstance(action, events.PublishWorld):
         members = [member.worker for member in members]
@@ -221,6 +257,12 @@ def _with_ranges(action: Action) -> Action | msgspec.Raw:
         before, following = host, (slot + 1, incarnation)
     fields = _encoder.encode(msgspec.structs.replace(action, members=[]))
     return msgspec.Raw(fields[:-1] + b',"ranges":' + _encoder.encode(ranges) + b"}")
+
+
+def _members_of(action: Action) -> list[Any]:
+    """Return the members of an action, or an empty list if it has none."""
+    members = getattr(action, "members", None)
+    return members if isinstance(members, list) else []
 
 
 def _with_members(action: Action, ranges: Sequence[tuple[str, int, int, int]]) -> Action:
@@ -251,23 +293,44 @@ def decoded(line: bytes) -> Line:
     Raises:
         msgspec.MsgspecError: the line is invalid.
     """
-    parts = _lines.decode(line)
-    if parts.resumed is not None:
-        return Resumed(parts.resumed)
-    if parts.trouble is not None:
-        return TroubleLine(parts.trouble, parts.at)
-    if len(bytes(parts.snapshot)):
-        return Snapshot(parts.snapshot, parts.at, parts.writer)
-    actions = [*map(_decoded_action, parts.actions)]
-    event = _events.decode(parts.event)
-    return Entry(parts.at, event, actions, parts.error, parts.digest, parts.more)
+    found = decoded_for_replay(line)
+    if not isinstance(found, RecordedEntry):
+        return found
+    actions = [a.expanded() if isinstance(a, RangedAction) else a for a in found.actions]
+    return Entry(found.at, found.event, actions, found.error, found.digest, found.more)
+
+
+def decoded_for_replay(line: bytes) -> Recorded:
+    """Decode a line of a journal after the header, without expanding the ranges of actions.
+
+    Raises:
+        msgspec.MsgspecError: the line is invalid.
+    """
+    if line.startswith(ENTRY):
+        parts = _entry_lines.decode(line)
+        actions = [*map(_recorded_action, parts.actions)] if parts.actions else []
+        return RecordedEntry(parts.at, parts.event, actions, parts.error, parts.digest, parts.more)
+    other = _others.decode(line)
+    if other.resumed is not None:
+        return Resumed(other.resumed)
+    if other.trouble is not None:
+        return TroubleLine(other.trouble, other.at)
+    if len(bytes(other.snapshot)):
+        return Snapshot(other.snapshot, other.at, other.writer)
+    raise msgspec.ValidationError("the line is neither an entry nor of another known kind")
+
+
+def _recorded_action(text: msgspec.Raw) -> Action | RangedAction:
+    if RANGES in bytes(text) and _ranges.decode(text).ranges:
+        return RangedAction(text)
+    action: Action = _actions.decode(text)
+    return action
 
 
 def _decoded_action(text: msgspec.Raw) -> Action:
     action: Action = _actions.decode(text)
-    if RANGES in bytes(text) and (ranges := _ranges.decode(text).ranges):
-        return _with_members(action, ranges)
-    return action
+    ranges = _ranges.decode(text).ranges
+    return _with_members(action, ranges) if ranges else action
 
 
 def entry_of(line: Mapping[str, Any]) -> Entry:
@@ -285,11 +348,15 @@ def entry_of(line: Mapping[str, Any]) -> Entry:
     return Entry(line.get("at", 0.0), msgspec.convert(line["event"], _EVENTS), actions)
 
 
-def same(recorded: Action | None, now: Action | None) -> bool:
+def same(recorded: Action | RangedAction | None, now: Action | None) -> bool:
     """Return whether two drivers, possibly of different versions, made the same decision.
 
     The wording of log lines is ignored, and reasons are compared by their kinds.
     """
+    if isinstance(recorded, RangedAction):
+        if recorded.matches(now):
+            return True
+        recorded = recorded.expanded()
     if recorded is None or now is None:
         return recorded is now
     # Comparing encoded decisions takes seconds for a world of 100,000 workers.
@@ -308,7 +375,13 @@ def digest_of(actions: Sequence[Action]) -> int:
 
 def _decision(action: Action) -> dict[str, Any]:
     """Return an action as a dict, without the texts that are only for display."""
-    fields: dict[str, Any] = msgspec.to_builtins(action)
+    fields: dict[str, Any]
+    if members := _members_of(action):
+        # The encoder writes the members as they are. Converting 100,000 of them first takes most of the time.
+        fields = msgspec.to_builtins(msgspec.structs.replace(action, members=[]))
+        fields["members"] = members
+    else:
+        fields = msgspec.to_builtins(action)
     if isinstance(action, events.Report):
         return {"type": fields["type"], "level": action.level}
     reason: Reason | None = getattr(action, "reason", None)
@@ -360,6 +433,8 @@ def describe(value: Any, *, limit: int = 160) -> str:
         return repr(value.value)
     if isinstance(value, Reason):
         return describe(str(value), limit=limit)
+    if isinstance(value, RangedAction):
+        return describe(value.expanded(), limit=limit)
     if isinstance(value, events.Member):
         return str(value.worker)
     if isinstance(value, list):

@@ -27,6 +27,7 @@ from elastic.driver.events import Action, Event
 from elastic.driver.journal.entries import (
     Entry,
     Header,
+    RecordedEntry,
     Resumed,
     Snapshot,
     Writer,
@@ -313,7 +314,7 @@ def replay(
         begun = restore_snapshot(bytes(found.start.snapshot), found.settings)
     else:
         begun = machine(found.settings)
-    return list(_replayed(found.entries, begun))
+    return [(entry.event, replayed(number, entry, begun)) for number, entry in found.entries]
 
 
 def rebuilt(entries: Iterable[Entry], machine: Rebuilt) -> Rebuilt:
@@ -324,38 +325,46 @@ def rebuilt(entries: Iterable[Entry], machine: Rebuilt) -> Rebuilt:
     Raises:
         ReplayDiffers: at the first difference.
     """
-    for _ in _replayed(enumerate(entries, start=2), machine):
-        pass
+    for number, entry in enumerate(entries, start=2):
+        replayed(number, entry, machine)
     return machine
 
 
-def _replayed(
-    entries: Iterable[tuple[int, Entry]], machine: Machine
-) -> Iterator[tuple[Event, list[Action]]]:
-    for number, entry in entries:
-        actions: list[Action] = []
-        raised = ""
-        try:
-            actions = machine.handle(entry.event, now=entry.at, more=entry.more)
-        except Exception as error:
-            raised = type(error).__name__
-        if raised != entry.error.partition(":")[0]:
-            raise ReplayDiffers(
-                f"line {number}, {describe(entry.event)}: the replay raised {raised or 'nothing'}, but the"
-                f" journal records {entry.error or 'nothing'}"
-            )
-        if entry.digest is None:
+def replayed(number: int, entry: Entry | RecordedEntry, machine: Machine) -> list[Action]:
+    """Replay one entry on a machine, and return the machine's actions.
+
+    Args:
+        number: number of the entry's line, for error messages.
+        entry: the entry.
+        machine: machine in the state before the entry.
+
+    Raises:
+        ReplayDiffers: the machine's actions differ from the recorded actions.
+    """
+    actions: list[Action] = []
+    raised = ""
+    try:
+        actions = machine.handle(entry.event, now=entry.at, more=entry.more)
+    except Exception as error:
+        raised = type(error).__name__
+    if raised != entry.error.partition(":")[0]:
+        raise ReplayDiffers(
+            f"line {number}, {describe(entry.event)}: the replay raised {raised or 'nothing'}, but the"
+            f" journal records {entry.error or 'nothing'}"
+        )
+    if entry.digest is None:
+        if actions or entry.actions:
             _compare(number, entry, actions)
-        elif entry.digest != digest_of(actions):
-            result = describe(actions)
-            raise ReplayDiffers(
-                f"journal line {number}, {describe(entry.event)}: the replay returned {result}, which differs from the"
-                " recorded actions. Replay the journal with the version that wrote it"
-            )
-        yield entry.event, actions
+    elif entry.digest != digest_of(actions):
+        result = describe(actions)
+        raise ReplayDiffers(
+            f"journal line {number}, {describe(entry.event)}: the replay returned {result}, which differs from the"
+            " recorded actions. Replay the journal with the version that wrote it"
+        )
+    return actions
 
 
-def _compare(number: int, entry: Entry, actions: Sequence[Action]) -> None:
+def _compare(number: int, entry: Entry | RecordedEntry, actions: Sequence[Action]) -> None:
     for index in range(max(len(actions), len(entry.actions))):
         recorded = entry.actions[index] if index < len(entry.actions) else None
         now = actions[index] if index < len(actions) else None

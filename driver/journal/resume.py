@@ -16,8 +16,16 @@ from pathlib import Path
 import msgspec
 
 from elastic.driver.events import EndJob
-from elastic.driver.journal.entries import Entry, Header, Resumed, Snapshot, Writer, decoded
-from elastic.driver.journal.journal import ReplayDiffers, rebuilt
+from elastic.driver.journal.entries import (
+    SNAPSHOT,
+    Header,
+    RecordedEntry,
+    Resumed,
+    Snapshot,
+    Writer,
+    decoded_for_replay,
+)
+from elastic.driver.journal.journal import ReplayDiffers, replayed
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.membership import snapshot
 from elastic.driver.membership.membership import Membership
@@ -41,33 +49,35 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
         Invalid: a line is invalid, or this version makes different decisions.
     """
     settings, writer = header.checked(), header.writer
-    membership: Membership | None = None
-    at = writer.at
-    entries: list[Entry] = []
-    for number, text in enumerate(lines, start=1):
+    membership = Membership(settings)
+    at, count = writer.at, 0
+    last: RecordedEntry | None = None
+    texts = [*lines]
+    # number of the last snapshot, whose preceding entries are not needed
+    begins = max((n for n, t in enumerate(texts, start=1) if t.startswith(SNAPSHOT)), default=0)
+    # An entry is replayed as soon as it is decoded, so that few of them are in memory at the same time.
+    for number, text in enumerate(texts, start=1):
         try:
-            line = decoded(text)
+            match line := decoded_for_replay(text):
+                case RecordedEntry() if number > begins:
+                    count, last = count + 1, line
+                    replayed(number + 1, line, membership)
+                case Snapshot(data, at, writer) if number == begins:
+                    membership = snapshot.restore_snapshot(bytes(data), settings)
+                case Resumed(writer):
+                    at = max(at, writer.at)
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise Invalid(f"entry {number} of the journal is invalid: {error}") from error
-        match line:
-            case Snapshot(data, at, writer):
-                membership = snapshot.restore_snapshot(bytes(data), settings)
-                entries.clear()
-            case Resumed(writer):
-                at = max(at, writer.at)
-            case Entry():
-                entries.append(line)
-    membership = membership or Membership(settings)
-    try:
-        rebuilt(entries, membership)
-    except ReplayDiffers as error:
-        why = f"it was written by another version of this program, whose decisions differ ({error})"
-        raise Invalid(f"{why}: resume the job with the version that wrote the journal") from error
+        except ReplayDiffers as error:
+            why = f"it was written by another version of this program, whose decisions differ ({error})"
+            raise Invalid(
+                f"{why}: resume the job with the version that wrote the journal"
+            ) from error
     ended = membership.verdict
-    if entries:
-        at = max(at, entries[-1].at)
-        if entries[-1].error:
-            ended = EndJob(1, as_sentence(f"a bug in the driver: {entries[-1].error}"))
+    if last is not None:
+        at = max(at, last.at)
+        if last.error:
+            ended = EndJob(1, as_sentence(f"a bug in the driver: {last.error}"))
     return RecoveredJob(
         header=header,
         settings=settings,
@@ -75,7 +85,7 @@ def past_of(header: Header, lines: Iterable[bytes]) -> RecoveredJob:
         membership=membership,
         last_at=at,
         ended=ended,
-        replayed=len(entries),
+        replayed=count,
     )
 
 
