@@ -302,7 +302,7 @@ class FileJournal(Journal):
 
         If a driver may resume from the journal, a new segment begins instead of a snapshot that is due anyway.
         """
-        if self._segment_due() and (not self.resumable or self.due(1)) and self.suits():
+        if self._segment_due() and (not self.resumable or self.due()) and self.suits():
             await self._begin_segment()
         else:
             await super().rest()
@@ -336,7 +336,9 @@ class FileJournal(Journal):
             return False
         if self._size < self._retry_at:
             return False
-        return self._archive.limits.reached(self._size, self.snapshot_bytes, overdue=overdue)
+        return self._archive.limits.reached(
+            self._size, self.schedule.snapshot_size, overdue=overdue
+        )
 
     async def _begin_segment(self) -> None:
         """Begin a new segment with a snapshot of the state. If this fails, the current segment grows instead."""
@@ -362,7 +364,7 @@ class FileJournal(Journal):
             )
             return
         self._header, self._size, self._retry_at = header, len(lines), 0
-        self.count_from_snapshot(data)
+        self.schedule.taken(len(data))
         with contextlib.suppress(asyncio.TimeoutError):
             await to_thread(self._archive.finish_segment, within_s=SYNC_S)
 

@@ -41,6 +41,7 @@ from elastic.driver.journal.entries import (
 )
 from elastic.driver.journal.recovered_job import RecoveredJob
 from elastic.driver.journal.segment_files import opened_older
+from elastic.driver.journal.snapshot_schedule import SNAPSHOT_EVERY, SnapshotSchedule
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import SnapshotError, restore_snapshot
 from elastic.driver.reasons import Reason
@@ -48,9 +49,6 @@ from elastic.driver.settings import Settings
 from elastic.errors import ElasticError, Invalid
 
 RING = 200  # number of latest entries to keep in memory for error reports
-SNAPSHOT_EVERY = 2000  # minimum number of entries between snapshots
-# after FORCED * SNAPSHOT_EVERY entries, a snapshot is taken even if workers wait for the driver
-FORCED = 8
 
 
 class Machine(Protocol):
@@ -90,9 +88,8 @@ class SnapshotPolicy:
 class Journal:
     """Journal that keeps the latest entries in memory. Base class of journals that store all entries.
 
-    A snapshot is due after ``snapshot_every`` entries, if these are at least as large as the last snapshot, so that a
-    snapshot never takes longer than the replay that it avoids. A due snapshot is taken when the driver has no pending
-    decision and ``suits`` returns True, but at the latest after FORCED times as many entries.
+    `SnapshotSchedule` decides when a snapshot is due. A due snapshot is taken when the driver has no pending decision
+    and ``suits`` returns True, but at the latest when it is overdue.
     """
 
     def __init__(self, policy: SnapshotPolicy | None = None, *, entries: int = 0) -> None:
@@ -100,11 +97,8 @@ class Journal:
         self.failed = policy.failed
         self.take = policy.take
         self.resumable = policy.resumable
-        self._every = policy.snapshot_every
         self.suits = policy.suits
-        self._entries = entries  # number of entries since the last snapshot
-        self._bytes = 0
-        self.snapshot_bytes = 0
+        self.schedule = SnapshotSchedule(policy.snapshot_every, entries)
         self.ring: deque[Entry] = deque(maxlen=RING)
 
     def record(
@@ -130,12 +124,11 @@ class Journal:
     def append(self, entry: Entry) -> None:
         """Record an entry. See `record`."""
         self.ring.append(entry)
-        self._bytes += self._keep(entry)
-        self._entries += 1
+        self.schedule.count(entry, self._keep(entry))
         if entry.error:
             # Take no more snapshots, because the state may be inconsistent after an exception.
             self.take = None
-        elif self.due(FORCED):
+        elif self.snapshots and self.schedule.overdue():
             self._snapshot()
 
     def trouble(self, at: float, reason: Reason) -> None:
@@ -149,7 +142,7 @@ class Journal:
 
         Call this only if no decision is pending and all recorded entries are settled.
         """
-        if self.due(1) and self.suits():
+        if self.due() and self.suits():
             self._snapshot()
             await self.settle()
 
@@ -171,15 +164,18 @@ class Journal:
     def keep_snapshot(self, data: bytes, at: float) -> None:
         """Store a snapshot of the state after the last entry."""
 
-    def due(self, patience: int) -> bool:
-        if self.take is None or not self.resumable or self._entries < patience * self._every:
-            return False
-        return self._bytes >= patience * self.snapshot_bytes
+    @property
+    def snapshots(self) -> bool:
+        """Return whether the journal contains snapshots, from which another driver may resume."""
+        return self.take is not None and self.resumable
+
+    def due(self) -> bool:
+        return self.snapshots and self.schedule.due()
 
     def _snapshot(self) -> None:
         data = self.taken()
         if data is not None:
-            self.count_from_snapshot(data)
+            self.schedule.taken(len(data))
             self.keep_snapshot(data, self.ring[-1].at)
 
     def taken(self) -> bytes | None:
@@ -192,10 +188,6 @@ class Journal:
             self.take = None
             self.failed(f"the journal gets no more snapshots: {error}")
             return None
-
-    def count_from_snapshot(self, data: bytes) -> None:
-        self._entries = self._bytes = 0
-        self.snapshot_bytes = len(data)
 
 
 class Archive(Protocol):

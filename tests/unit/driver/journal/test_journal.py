@@ -45,15 +45,9 @@ from elastic.driver.journal.entries import (
     header_of,
 )
 from elastic.driver.journal.file_journal import FileArchive, FileJournal, check_own
-from elastic.driver.journal.journal import (
-    FORCED,
-    Journal,
-    ReplayDiffers,
-    SnapshotPolicy,
-    read,
-    replay,
-)
+from elastic.driver.journal.journal import Journal, ReplayDiffers, SnapshotPolicy, read, replay
 from elastic.driver.journal.local_copy import JournalCopy
+from elastic.driver.journal.snapshot_schedule import FORCED
 from elastic.driver.membership.membership import Membership
 from elastic.driver.membership.snapshot import SnapshotError, take_snapshot
 from elastic.driver.reasons import as_sentence

@@ -553,11 +553,18 @@ def simulated(seed: int) -> Simulation:
 
 
 @pytest.mark.parametrize(
-    "seed",
-    [*range(1, 5), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(5, 13))],
+    ("seed", "every"),
+    [
+        *((n, 29) for n in range(1, 5)),
+        *(pytest.param(n, 29, marks=pytest.mark.nightly) for n in range(5, 13)),
+        (2, 1),
+        pytest.param(3, 1, marks=pytest.mark.nightly),
+    ],
 )
-async def test_simulated_job_is_adopted_at_any_time_and_makes_the_same_decisions(tmp_path, seed):
-    """Another driver adopts the job every 29 entries and wherever the simulated driver crashed."""
+async def test_simulated_job_is_adopted_at_any_time_and_makes_the_same_decisions(
+    tmp_path, seed, every
+):
+    """Another driver adopts the job after every few entries and wherever the simulated driver crashed."""
     sim = simulated(seed)
     path = tmp_path / "j"
     membership = Membership(sim.settings)
@@ -569,7 +576,7 @@ async def test_simulated_job_is_adopted_at_any_time_and_makes_the_same_decisions
     archive = FileArchive(path, replace(SMALL, least=10_000))
     journal = await archive.begin(header_of(sim.settings, job="a1", writer=FIRST), policy())
     for number, entry in enumerate(sim.driver.entries):
-        if isinstance(entry.event, DriverRestarted) or number % 29 == 28:
+        if isinstance(entry.event, DriverRestarted) or number % every == every - 1:
             journal.close()
             archive = FileArchive(path, replace(SMALL, least=10_000))
             past = await archive.past()
