@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,6 @@ class WorkerStage(enum.Enum):
     __hash__ = object.__hash__
 
 
-MANY = 1000  # number of workers from which their stages are set together, if possible
 # Stages in which other workers train with the worker, or are about to.
 AT_STAKE = (WorkerStage.READY, WorkerStage.MEMBER, WorkerStage.RETURNED)
 
@@ -225,42 +225,32 @@ class Roster(dict[Worker, WorkerRecord]):
 
     def move(self, records: Sequence[WorkerRecord], stage: WorkerStage) -> None:
         """Set the stage of distinct workers in the roster. Equivalent to setting ``stage`` of each, but faster."""
-        if len(records) >= MANY and self._move_together(records, stage):
-            return
-        stages, stage_of, entered = self._stages, self._stage_of, self._stages[stage]
-        indexed = 0
+        before = records[0].stage if records else stage
         for record in records:
-            if record.leaving is not None or record.inside or record.frozen:
-                record.stage = stage  # the record may be in other indexes as well
-                indexed += 1
-                continue
-            worker = record.worker
-            record.__dict__["stage"] = stage
-            before = stage_of[worker]
-            if before is not stage:
-                del stages[before][worker]
-                entered[worker] = record
-                stage_of[worker] = stage
-        self.shifts += len(records) - indexed
-
-    def _move_together(self, records: Sequence[WorkerRecord], stage: WorkerStage) -> bool:
-        """Set the stage of all workers in one other stage at once. Return False if ``records`` are not these workers.
-
-        This is the usual case when a world is published. It clears the index of the old stage in one call.
-        """
-        workers = [record.worker for record in records]
-        before, *others = set(map(self._stage_of.__getitem__, workers))
-        if others or before is stage or len(self._stages[before]) != len(records):
-            return False
-        if any(record.leaving is not None or record.inside or record.frozen for record in records):
-            return False
-        for record in records:
-            record.__dict__["stage"] = stage
-        self._stages[before].clear()
-        self._stages[stage].update(zip(workers, records, strict=True))
-        self._stage_of.update(dict.fromkeys(workers, stage))
+            if (
+                record.stage is not before
+                or record.leaving is not None
+                or record.inside
+                or record.frozen
+            ):
+                # The records have different stages, or may be in other indexes as well.
+                for each in records:
+                    each.stage = stage
+                return
         self.shifts += len(records)
-        return True
+        if before is stage:
+            return
+        for record in records:
+            record.__dict__["stage"] = stage
+        workers = [record.worker for record in records]
+        left = self._stages[before]
+        if len(left) == len(records):
+            left.clear()
+        else:
+            for worker in workers:
+                del left[worker]
+        self._stages[stage].update(zip(workers, records, strict=True))
+        self._stage_of.update(zip(workers, itertools.repeat(stage), strict=False))
 
     def first_exit_by(self) -> float | None:
         """Return the earliest deadline for an exit."""

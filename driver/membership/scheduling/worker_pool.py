@@ -159,7 +159,8 @@ class WorkerPool:
         """
         self.slots.announce(hosts, fixed=fixed)
         for record in self.roster.values():
-            listed = self.slots.lists(record.worker)
+            worker = record.worker
+            listed = worker.slot < hosts.get(worker.host, 0)
             if listed and record.unlisted and record.in_plans:
                 record.leaving, record.unlisted = None, False
             elif not listed and not record.leaving and record.in_plans:

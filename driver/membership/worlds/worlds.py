@@ -10,6 +10,7 @@ modules: `gathering` decides which workers to wait for, `composition` which work
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import NoReturn
 
 from elastic.driver import events
@@ -441,15 +442,25 @@ class Worlds:
                 "warning", f"{reason}, after all other workers had returned from training"
             )
             return
-        self.break_up(reason, lost=True)
+        self.break_up(reason, lost=True, live=live)
 
-    def break_up(self, reason: Reason, *, lost: bool = False, failure: bool = True) -> None:
+    def break_up(
+        self,
+        reason: Reason,
+        *,
+        lost: bool = False,
+        failure: bool = True,
+        live: Sequence[WorkerRecord] | None = None,
+    ) -> None:
+        """End the world. ``live``: the result of the method `live`, if the caller knows it."""
         failure = failure and not self.stopping
         announced = self.staff.slots.any_closed({w.host for w in self.members}, self.now)
         # the loss of a machine after a preemption notice is not a failure
         if failure and not announced:
             self.end_if(self.give_up.failed_again(reason))
-        at_work = [s for s in self.live() if s.stage in (WorkerStage.MEMBER, WorkerStage.RETURNED)]
+        live = self.live() if live is None else live
+        member, returned = WorkerStage.MEMBER, WorkerStage.RETURNED
+        at_work = [s for s in live if s.stage is member or s.stage is returned]
         self.roster.move(at_work, WorkerStage.MEMBER)
         self.gather(Kind.RECOVERY, reason)
         self.gathering.had_loss = lost

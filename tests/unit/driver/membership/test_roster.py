@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.driver.membership.records import roster
-from elastic.driver.membership.records.roster import MANY, Roster, WorkerRecord, WorkerStage
+from elastic.driver.membership.records.roster import Roster, WorkerRecord, WorkerStage
 from elastic.driver.reasons import as_sentence
 from elastic.protocol.messages import Place, Worker
 
@@ -57,11 +55,8 @@ def together(of: Roster, workers: list[Worker], stage: WorkerStage) -> None:
         st.tuples(st.sampled_from([*STAGES, None]), st.sampled_from(STAGES), st.randoms()),
         max_size=6,
     ),
-    st.sampled_from([1, MANY]),
 )
-def test_stages_when_set_together_then_all_indexes_are_as_if_set_one_by_one(
-    stages, odd, moves, many
-):
+def test_stages_when_set_together_then_all_indexes_are_as_if_set_one_by_one(stages, odd, moves):
     """Each move sets the stage of all workers of one stage, in any order, or of some workers of any stage."""
 
     def run(move: Callable[[Roster, list[Worker], WorkerStage], None]) -> object:
@@ -73,6 +68,4 @@ def test_stages_when_set_together_then_all_indexes_are_as_if_set_one_by_one(
 
     workers = [Worker("h", slot) for slot in range(len(stages))]
     orders = [random.sample(workers, len(workers)) for _, _, random in moves]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(roster, "MANY", many)
-        assert run(together) == run(one_by_one)
+    assert run(together) == run(one_by_one)
