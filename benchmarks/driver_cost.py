@@ -1,14 +1,16 @@
 """Processor time of the driver's decisions in very large jobs, without processes, connections and waits.
 
-    python benchmarks/driver_cost.py [--workers 16000 ...] [--slots 8] [--together 1] [--losses 0] [--json FILE]
+    python benchmarks/driver_cost.py [--workers 16000 ...] [--slots 8] [--together 1] [--losses 0] [--times]
+        [--json FILE]
 
 The events of all workers pass through what the driver's loop calls for each of them: `JobDecisions` with the real
 membership, the journal in a file, and the view of the job with the live page. Messages between driver and agents are
 not included. `control_plane.py` includes them, but needs a machine that can run thousands of agents.
 
 With ``--losses N``, a job with --resume then loses N hosts, one after the other, each of which is replaced. The driver
-is killed when all workers train again after the last loss, but before the snapshot that is due then. The next driver
-reads the journal from the page cache.
+is killed when all workers train again after the last loss, but before the snapshot that is due then: at this moment,
+another driver has most to replay. The next driver reads the journal from the page cache. With ``--times``, each worker
+also reports how it has spent its time, as it does whenever its training begins.
 """
 
 from __future__ import annotations
@@ -37,17 +39,26 @@ from elastic.driver.monitoring.dashboard.page_model import PageModel
 from elastic.driver.monitoring.job_view import JobView
 from elastic.driver.monitoring.time_accounting import TimeSpent
 from elastic.driver.settings import Settings
-from elastic.protocol.messages import Address, Commit, Worker
+from elastic.protocol.messages import Address, Commit, Times, Worker
 
 MB = 1e6
 PHASES = {"told": 1.0, "group": 20.0}  # milliseconds, of the worker in the first slot of a host
+TIMES = Times(60.0, 1.5, 2.5, 0.0, 10.25, 5.125)
 BETWEEN_S = 1e-6  # seconds on the job's clock between two events
 
 
 class Job:
     """A job as its driver knows it, on a clock of its own."""
 
-    def __init__(self, workers: int, slots: int, folder: Path, *, snapshots: bool = False) -> None:
+    def __init__(
+        self,
+        workers: int,
+        slots: int,
+        folder: Path,
+        *,
+        snapshots: bool = False,
+        times: bool = False,
+    ) -> None:
         self.settings = Settings(elastic=True, np=workers, workers_min=1, workers_max=workers)
         self.hosts = {f"h{number}": slots for number in range(workers // slots)}
         self.workers = [Worker(host, slot) for host in self.hosts for slot in range(slots)]
@@ -62,6 +73,7 @@ class Job:
         PageModel(TimeSpent(self._view), name="", command=[], least=1, most=workers)
         self._now = 0.0
         self._readies = 0
+        self._times = times  # whether workers report their times when their training begins
 
     def journal_bytes(self) -> int:
         return self.file.stat().st_size
@@ -152,6 +164,11 @@ class Job:
             )
             for workers in self._by_host()
         )
+        if self._times:
+            self.report(
+                events.WorkerSpent(worker, self.generation, TIMES, "training")
+                for worker in self.workers
+            )
 
     def _by_host(self) -> Iterator[list[Worker]]:
         """Yield the workers of each host, whose reports the host's agent merges."""
@@ -222,10 +239,10 @@ def measure(workers: int, slots: int, together: float) -> Cost:
         return cost
 
 
-def lose_many(cost: Cost, workers: int, slots: int, losses: int) -> None:
+def lose_many(cost: Cost, workers: int, slots: int, losses: int, *, times: bool) -> None:
     """Measure the journal of a job after many losses, and its adoption by another driver."""
     with tempfile.TemporaryDirectory(prefix="driver-cost-") as folder:
-        job = Job(workers, slots, Path(folder), snapshots=True)
+        job = Job(workers, slots, Path(folder), snapshots=True, times=times)
         job.start()
         for number in range(losses):
             watch = Stopwatch()
@@ -295,6 +312,9 @@ def main() -> None:
     parser.add_argument(
         "--losses", type=int, default=0, help="number of hosts that a job loses before its adoption"
     )
+    parser.add_argument(
+        "--times", action="store_true", help="workers report their times after each loss"
+    )
     options = parser.parse_args()
     costs = [measure(size, options.slots, options.together) for size in options.workers]
     shown = results_output.table(
@@ -302,7 +322,7 @@ def main() -> None:
     )
     if options.losses:
         for cost in costs:
-            lose_many(cost, cost.workers, options.slots, options.losses)
+            lose_many(cost, cost.workers, options.slots, options.losses, times=options.times)
     for name, cell in (ROWS | (AFTER_LOSSES if options.losses else {})).items():
         shown.add_row(name, *map(cell, costs))
     console = results_output.console()

@@ -187,6 +187,8 @@ class Membership:
         return self.worlds.actions.decided
 
     def _dispatch(self, event: events.Event) -> None:
+        if isinstance(event, events.WorkerSpent):
+            return  # No decision depends on this event, which is the most frequent one while members train.
         self.stop.observe(event)
         # Check the most frequent events first. No event belongs to two parts.
         if self.reports.handle(event) or self.stuck.handle(event):
@@ -224,12 +226,7 @@ class Membership:
                 self.stop.requested(event)
             case events.ScaleRequested() | events.DrainRequested() | events.RemoveRequested():
                 OperatorRequests(self.worlds).handle(event)
-            case (
-                events.TimePassed()
-                | events.WorkerSpent()
-                | events.WorkerFoundMistake()
-                | events.WorkerMerged()
-            ):
+            case events.TimePassed() | events.WorkerFoundMistake() | events.WorkerMerged():
                 pass  # No action is needed, because deadlines are checked after every event.
             case _:
                 raise IllegalEvent("no part handles this event: add a handler")
