@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from elastic.driver.network.credentials import TlsFiles
 from elastic.protocol.messages import Address, Place, Worker
-from elastic.rendezvous import nccl_settings
+from elastic.rendezvous import nccl_settings, rank_variables
 
 # Variables with secrets of drivers and agents, which workers must not receive: a worker could use them to act as a
 # driver or agent.
@@ -82,7 +82,8 @@ def job_environment(
 ) -> dict[str, str]:
     """Return the variables that depend on the worker and the job but not on the host.
 
-    Scripts and other libraries use the ``HOROVOD_`` variables to detect how they were started.
+    Scripts and other libraries use the ``HOROVOD_`` variables to detect how they were started. The other variables are
+    those of torchrun, in whose terms each host is a group, and all workers have the same role.
 
     Args:
         worker: the worker.
@@ -94,34 +95,13 @@ def job_environment(
         "ELASTIC_WORKER": str(worker),
         "ELASTIC_WAIT_TIMEOUT": f"{wait_timeout_s:g}",
         "HOROVOD_ELASTIC": "1" if elastic else "0",
-        "HOROVOD_RANK": str(place.rank),
-        "HOROVOD_SIZE": str(place.size),
         "HOROVOD_LOCAL_RANK": str(place.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(place.local_size),
-        "HOROVOD_CROSS_RANK": str(place.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(place.cross_size),
         "HOROVOD_HOSTNAME": worker.host,
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        **_as_torchrun(worker, place),
-    }
-
-
-def _as_torchrun(worker: Worker, place: Place) -> dict[str, str]:
-    """Return the variables that torchrun would set.
-
-    In torchrun's terms, each host is a group, and all workers have the same role.
-    """
-    return {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.size),
         "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
-        "GROUP_RANK": str(place.cross_rank),
-        "GROUP_WORLD_SIZE": str(place.cross_size),
         "ROLE_NAME": "default",
-        "ROLE_RANK": str(place.rank),
-        "ROLE_WORLD_SIZE": str(place.size),
+        **rank_variables.of(place),
         "TORCHELASTIC_RESTART_COUNT": str(worker.incarnation - 1),
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",

@@ -211,6 +211,7 @@ def test_driver_imports_only_shared_packages():
         "elastic.protocol",
         "elastic.rpc",
         "elastic.rendezvous.nccl_settings",
+        "elastic.rendezvous.rank_variables",
         "elastic.runtime.recovery",
         "elastic.checkpoints.catalog",
         "elastic.checkpoints.export_format",
