@@ -62,7 +62,8 @@ from harness.kept_journals import (
     without_actions,
     written,
 )
-from unit.driver.monitoring.explain.test_report_page import SETTINGS, STORE, first_start, world
+from harness.published import STORE, published, starts
+from unit.driver.monitoring.explain.test_report_page import SETTINGS
 
 A, B, C = (Worker("h", slot) for slot in range(3))
 A2, B2 = (Worker("h", slot, 2) for slot in range(2))
@@ -74,11 +75,11 @@ class TrainingStory:
     def __init__(self) -> None:
         self.story = JobHistory(TimeSpent(JobView()))
         self.rows = WorkerRows(self.story.view)
-        self.at(0.0, HostsChanged({"h": 3}), *first_start(A, B, C))
+        self.at(0.0, HostsChanged({"h": 3}), *starts(A, B, C))
         for each in (A, B, C):
             self.at(1.0, WorkerConnected(each, 1))
             self.at(1.5, WorkerReady(each, 0, None, STORE))
-        self.at(2.0, WorkerReady(A, 0, None, STORE), world(2, A, B, C))
+        self.at(2.0, WorkerReady(A, 0, None, STORE), published(2, A, B, C))
 
     def at(self, now: float, event: Event, *actions) -> None:
         self.story.view.note(event, actions, now)
@@ -88,7 +89,7 @@ class TrainingStory:
         lost = because(ReasonKind.LOST_EXITED, worker=str(worker), exit="signal 9 SIGKILL")
         self.at(now, WorkerExited(worker, -9), BreakWorld(generation - 1, [*left], lost))
         ready = WorkerReady(left[0], generation - 1, Commit(2, 7), STORE)
-        self.at(now + 0.04, ready, world(generation, *left))
+        self.at(now + 0.04, ready, published(generation, *left))
         over = ReportRecovery(generation, "recovery", lost, len(left), 50.0, {}, 0)
         self.at(now + 0.05, ready, over)
 
@@ -132,7 +133,7 @@ def test_corruption_of_all_replicas_is_reported_once_with_the_checkpoint_used():
     others = [KillWorker(A, spoilt), KillWorker(B, spoilt), BreakWorld(2, [], spoilt)]
     recorder.at(5.0, ReplicasSpoilt(2, Commit(2, 9)), *others)
     begun = WorkerReady(A2, 0, None, STORE)
-    recorder.at(6.0, begun, msgspec.structs.replace(world(3, A2, B2), holders=0))
+    recorder.at(6.0, begun, msgspec.structs.replace(published(3, A2, B2), holders=0))
     recorder.at(6.1, begun, ReportRecovery(3, "recovery", spoilt, 2, 1100.0, {}, 0))
     [incident] = recorder.found(FindingKind.INCIDENT)
     text = sentence(incident)
@@ -150,7 +151,7 @@ def test_incident_when_the_state_has_a_step_then_training_resumed_from_this_step
     lost = because(ReasonKind.LOST_EXITED, worker=str(C), exit="signal 9 SIGKILL")
     recorder.at(5.0, WorkerExited(C, -9), BreakWorld(2, [A, B], lost))
     ready = WorkerReady(A, 2, Commit(2, 9), STORE, step=step)
-    resumes = msgspec.structs.replace(world(3, A, B), commit=Commit(2, 9))
+    resumes = msgspec.structs.replace(published(3, A, B), commit=Commit(2, 9))
     recorder.at(5.04, ready, resumes)
     recorder.at(5.05, ready, ReportRecovery(3, "recovery", lost, 2, 50.0, {}, 0))
     [incident] = recorder.found(FindingKind.INCIDENT)
@@ -172,7 +173,7 @@ def test_survivors_that_rolled_back_to_a_checkpoint_resume_from_its_commit():
     lost = because(ReasonKind.LOST_RAISED, worker=str(C), summary="ValueError: x")
     recorder.at(5.0, WorkerExited(C, -9), BreakWorld(2, [A, B], lost))
     ready = WorkerReady(A, 2, Commit(2, 9), STORE)
-    recorder.at(5.1, ready, world(3, A, B))
+    recorder.at(5.1, ready, published(3, A, B))
     report = ReportRecovery(3, "recovery", lost, 2, 50.0, {}, 0)
     recorder.at(5.2, ready, msgspec.structs.replace(report, from_checkpoint=True))
     [incident] = recorder.found(FindingKind.INCIDENT)
@@ -287,7 +288,7 @@ def test_end_on_fewer_workers_names_the_worker_whose_script_failed(strict):
     lost = because(ReasonKind.LOST_RAISED, worker=str(C), summary="ValueError: x")
     recorder.at(5.0, WorkerRaised(C, 2, None, "ValueError: x", ""), BreakWorld(2, [A, B], lost))
     ready = WorkerReady(A, 2, Commit(2, 7), STORE)
-    recorder.at(5.1, ready, world(3, A, B))
+    recorder.at(5.1, ready, published(3, A, B))
     recorder.at(5.2, ready, ReportRecovery(3, "recovery", lost, 2, 50.0, {}, 0))
     facts = {"members": 2, "generation": 3, "began": 3, "failed": [lost], "strict": strict}
     reason = because(ReasonKind.ALL_RETURNED, **facts)
@@ -415,7 +416,7 @@ def test_static_job_trains_in_its_first_world():
     recorder = TrainingStory()
     recorder.story = JobHistory(TimeSpent(JobView()))
     recorder.at(1.0, WorkerConnected(A, 1), WelcomeWorker(A, Place(0, 1, 0, 1, 0, 1), False, False))
-    recorder.at(2.0, WorkerReady(A, 0, None, STORE, running=False), world(1, A))
+    recorder.at(2.0, WorkerReady(A, 0, None, STORE, running=False), published(1, A))
     ended = because(ReasonKind.ENDED, who="x", exit="y")
     recorder.at(5.0, WorkerExited(A, -9), EndJob(137, ended))
     [began] = recorder.found(FindingKind.TRAINING_BEGAN)
@@ -513,7 +514,7 @@ def test_incident_when_no_commit_was_made_then_training_begins_again():
     lost = because(ReasonKind.LOST_EXITED, worker="h:2#1", exit="signal 9 SIGKILL")
     recorder.at(5.0, WorkerExited(C, -9), BreakWorld(2, [A, B], lost))
     ready = WorkerReady(A, 2, Commit(2, 0), STORE)
-    recorder.at(5.1, ready, world(3, A, B))
+    recorder.at(5.1, ready, published(3, A, B))
     recorder.at(5.2, ready, ReportRecovery(3, "recovery", lost, 2, 50.0, {}, 0))
     [incident] = recorder.found(FindingKind.INCIDENT)
     assert incident.facts["uncommitted"]
