@@ -32,7 +32,7 @@ class Job(ExplainedConversation):
         self.tell(hosts(h=3))
         assert has(PrepareChange, self.join("h:2"))
         self.tell(checked("h:0", 2, 3), checked("h:1", 2, 3))
-        assert self.m.worlds.change.check == 4
+        assert {*self.m.worlds.change.checks.values()} == {4}
 
     @property
     def shown(self) -> dict[str, Any] | None:
