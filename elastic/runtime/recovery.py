@@ -31,6 +31,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from elastic.protocol import messages
 from elastic.protocol.calls import Called
 from elastic.protocol.messages import Address, Commit, Message, Place
@@ -282,6 +284,9 @@ class Recovery:
     def train_again(self) -> None:
         """Begin a second or later training. It makes no commits, and ends if its world fails."""
         self.again = True
+        if self.world is not None:
+            # The members have sent these values before the first training, and have changed them since.
+            self.world = msgspec.structs.replace(self.world, metadata=[], source={})
 
     def trained_again(self) -> None:
         """Record the end of a second or later training."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from elastic.protocol.calls import Called
@@ -311,6 +312,22 @@ def test_failure_in_a_second_training_breaks_the_worker_without_a_report():
     r.trained_again()
     assert r.finished  # a third one does not wait for a world
     assert r.reconnected() == [Send(Reconnected(2, True))]
+
+
+def test_second_training_uses_no_values_that_members_have_sent_before_the_first():
+    r = outside()
+    r.enter()
+    r.wait_for_world(STORE, "x")
+    known = msgspec.structs.replace(
+        world(2), metadata=[{"merges": "3"}], source={"state": "of step 13"}
+    )
+    r.receive(known)
+    assert r.world == known
+    r.adopt()
+    r.returned()
+    r.receive(Finish(2))
+    r.train_again()
+    assert r.world == world(2)
 
 
 def test_failure_after_a_second_training_is_ignored():
