@@ -324,7 +324,6 @@ class Rounds:
             Invalid: the tokens are not a number of at least 0, or are reported in some steps only.
         """
         self._count(tokens)
-        self._sent_until = self.position if self.pending is None else self.pending.step
         self.own_steps += 1
         self.position += 1
         yield from self.enter(world, islands)
@@ -336,6 +335,8 @@ class Rounds:
             yield from self._send()
             yield from self._merge_due()
             sent = self._scheduled()
+        if self.pending is None:
+            self._sent_until = self.position
 
     def enter(self, world: WorldId | None, islands: Islands) -> Generator[Action, Any, None]:
         """Yield the actions that synchronize with the ranks of a new world and complete a pending merge.
@@ -405,6 +406,7 @@ class Rounds:
         self._took |= bool(gained)
         self.position, self.merged = values["position"], list(values["merged"])
         self.pending = None if values["pending"] is None else Sent(*values["pending"])
+        self._sent_until = self.position if self.pending is None else self.pending.step
         # missing in older checkpoints:
         self.weighted = values.get("weighted")
         self.applied = _mean_id(values.get("applied"))

@@ -114,6 +114,23 @@ def awaits_mean(actions):
     return False
 
 
+def test_fragment_due_during_a_merge_that_completes_as_a_world_begins_is_sent_in_the_next_step():
+    alone = Islands.apart(1, 0)
+    rounds = Rounds(RoundSchedule(6, 2, 2))
+    for world in range(7):
+        performed(rounds.step(WorldId(world), alone))
+        if rounds.pending is not None:  # Losses postpone this merge to the end of the round.
+            rounds.interrupted()
+        performed(rounds.enter(WorldId(world + 1), alone))
+    assert rounds.pending == Sent(0, 3, 8)
+    assert awaits_mean(rounds.step(WorldId(7), alone))
+    rounds.interrupted()
+    performed(rounds.enter(WorldId(8), alone))
+    assert (rounds.position, rounds.merged, rounds.pending) == (8, [1, 0], None)
+    performed(rounds.step(WorldId(8), alone))
+    assert rounds.pending == Sent(1, 6, 11)
+
+
 @given(st.integers(1, 12), st.integers(1, 4), st.floats(0, 1), st.sets(st.integers(1, 36)))
 @example(every=6, fragments=3, overlap=1.0, losses={3, 4})
 def test_waits_for_means_when_the_world_fails_then_all_fragments_are_sent_as_scheduled(
