@@ -105,6 +105,8 @@ class Groups:
         # stores at which groups without rank 0 meet, by their first rank
         self._nearby: dict[int, Store] = {}
         self._listener: StoreListener | None = None
+        # whether this rank has returned the listener's address, at which it may serve the next world's store
+        self._promised = False
         self._next: Address | None = None  # address of rank 0's next store, if it is distant
         # sockets that are connecting to the next store, with its address
         self._ahead: tuple[Address, list[socket.socket]] | None = None
@@ -123,12 +125,14 @@ class Groups:
 
     def listen(self, address: Address | None = None) -> Address:
         """Bind and return an address at which this worker can serve the next generation's store."""
-        if self._listener is None:
-            if address is None:
-                self._listener = listen(self._env.bind_host)
-            else:
-                self._listener = listen(address.host, address.port)
-        return self._listener.address
+        with self._forming:
+            self._promised = True
+            if self._listener is None:
+                if address is None:
+                    self._listener = listen(self._env.bind_host)
+                else:
+                    self._listener = listen(address.host, address.port)
+            return self._listener.address
 
     def open(self, world: messages.World, broken: Callable[[str], None]) -> None:
         """Open the rendezvous store of a new world.
@@ -139,7 +143,7 @@ class Groups:
             world: the new world.
             broken: called by the engine if it is the first to detect that this world has failed.
         """
-        listener = None
+        listener, self._promised = None, False
         if world.place.rank == 0:
             listener, self._listener = self._listener, None
         keeps = world.place.several_hosts and 0 < world.place.rank < KEEPING_RANKS
@@ -268,14 +272,13 @@ class Groups:
     def wanted(self, key: GroupKey, generation: int, place: Place) -> bool:
         """Return whether this group exists, or whether other ranks are waiting for this rank to create it.
 
-        This method sends one message to rank 0.
+        This method sends one message to the rank at whose store the group meets.
         """
         if self.find(key) is not None:
             return True
-        store = self._store
-        if store is None or store.generation != generation:
-            return False
+        _, _, members = key
         try:
+            store = self._store_for(members, generation, place)
             return _meeting(key, place) in store.awaited(_ASK_S)
         except CollectiveFailed:  # Another caller detects and reports the failure of the world.
             return False
@@ -352,10 +355,8 @@ class Groups:
 
     def _form(self, key: GroupKey, generation: int, place: Place) -> Collectives:
         purpose, device_type, members = key
-        if self._store is None or self._store.generation != generation:
-            raise _ended(generation)
         connecting = ConnectingGroup(
-            self._store_for(members, place),
+            self._store_for(members, generation, place),
             purpose=_named(purpose, members, place),
             rank=members.index(place.rank),
             size=len(members),
@@ -381,16 +382,22 @@ class Groups:
         finally:
             self._connecting.discard(connecting)
 
-    def _store_for(self, members: tuple[int, ...], place: Place) -> Store:
-        """Return the store at which a group meets: that of its first rank if known, because rank 0 may be distant."""
-        first, store = members[0], self._store
-        assert store is not None
-        if first == 0 or not self._addresses:
-            return store
+    def _store_for(self, members: tuple[int, ...], generation: int, place: Place) -> Store:
+        """Return the store at which a group meets: that of its first rank if known, because rank 0 may be distant.
+
+        Raises:
+            CollectiveFailed: the generation has ended.
+        """
+        first = members[0]
         with self._forming:
-            if self._store is not store:
-                raise _ended(store.generation)
+            store = self._store
+            if store is None or store.generation != generation:
+                raise _ended(generation)
+            if first == 0 or not self._addresses:
+                return store
             if first not in self._nearby:
+                if first == place.rank and self._promised:
+                    raise _ended(generation)  # The listener is needed in the next world.
                 listener = None
                 if first == place.rank:
                     listener, self._listener = self._listener, None

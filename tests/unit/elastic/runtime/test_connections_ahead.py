@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 
 import msgspec
 import pytest
 
 pytest.importorskip("torch")
 
+from elastic.errors import CollectiveFailed
 from elastic.protocol.messages import Address, Place, World
 from elastic.protocol.pending_handshakes import count_limit
 from elastic.rendezvous import store, worker_settings
@@ -98,6 +100,47 @@ def test_group_without_rank_0_meets_at_its_first_rank_if_its_address_is_known(kn
     assert formed == {1, 2}
     # A socket that serves a store of this world is not used for the next world.
     assert [a == b for a, b in zip(addresses, following, strict=True)] == [known, not known, True]
+
+
+@pytest.fixture
+def entered(monkeypatch):
+    """Three workers in a world of which each member's address is known."""
+    monkeypatch.setattr(process_groups, "CLOSE_S", 0.0)
+    monkeypatch.setattr(process_groups, "_FORM_S", 0.0)
+    env = worker_settings.read({})
+    groups = [Groups(env, lambda: False) for _ in range(3)]
+    addresses = [each.listen() for each in groups]
+    metadata = [{STORE: msgspec.json.encode(each).decode()} for each in addresses]
+    for rank, each in enumerate(groups):
+        place = Place(rank, 3, 0, 1, rank, 3)
+        world = World(1, place, addresses[0], 3, None, "a test", metadata=metadata)
+        each.open(world, lambda reason: None)
+    yield groups
+    for each in groups:
+        each.retire()
+        each.close()
+
+
+def test_group_of_an_ended_world_does_not_take_the_socket_promised_for_the_next_world(entered):
+    promised = entered[1].listen()
+    with pytest.raises(CollectiveFailed):
+        entered[1].form(("island", "cpu", (1, 2)), 1, Place(1, 3, 0, 1, 1, 3))
+    assert entered[1].listen() == promised
+
+
+def test_group_without_rank_0_is_wanted_once_another_rank_waits_for_it(entered):
+    key = "island", "cpu", (1, 2)
+    places = [Place(rank, 3, 0, 1, rank, 3) for rank in range(3)]
+    threads = [threading.Thread(target=entered[1].form, args=(key, 1, places[1]), daemon=True)]
+    threads[0].start()
+    until = time.monotonic() + WAIT_S
+    while not entered[2].wanted(key, 1, places[2]):
+        assert time.monotonic() < until
+    threads.append(threading.Thread(target=entered[2].form, args=(key, 1, places[2]), daemon=True))
+    threads[1].start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert all(each.find(key) is not None for each in entered[1:])
 
 
 @pytest.mark.parametrize("descriptors", [1024, 4096])
