@@ -53,6 +53,9 @@ from elastic.state.state import (
 )
 
 Handler = TypeVar("Handler", bound=StateHandler)
+EARLY_LIMIT = (
+    1024 * 1024
+)  # maximum size of `HandledState.first_broadcast` in bytes, before it is compressed
 _SHARDED = (
     FullyShardedHandler | ShardedOptimizerHandler | ZeroOptimizerHandler | ShardedDiLoCoHandler
 )
@@ -509,9 +512,11 @@ class HandledState(_OfThisProcess, ObjectState):
         if self.commits_together() or not self._of_kind(DiLoCoStateHandler):
             return None
         try:
-            return state_transfer.first_broadcast(self._parts(), self._values(), self.layout())
+            found = state_transfer.first_broadcast(self._parts(), self._values(), self.layout())
         except Invalid:  # `transfer` raises this error if the values have to be sent.
             return None
+        # Compressing large values would take longer than a message.
+        return None if len(found[0]) > EARLY_LIMIT else found
 
     def begin_reconcile(self) -> None:
         for handler in self._of_kind(DiLoCoStateHandler):

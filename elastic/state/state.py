@@ -253,7 +253,8 @@ class State:
     def first_broadcast(self) -> tuple[bytes, bytes] | None:
         """Return what `transfer` broadcasts first with ``keeps`` on the root, and the reply of other ranks.
 
-        None if this is not worth knowing in advance, because all workers that have a commit have the newest one.
+        None if this is not worth knowing in advance, because all workers that have a commit have the newest one, or
+        because it is too large for the message about the world.
         """
         return None
 

@@ -20,6 +20,7 @@ from elastic.rendezvous.store import Store, listen
 from elastic.runtime import lifecycle
 from elastic.runtime.guarded_groups import StoreExchange
 from elastic.runtime.worker_runtime import WorkerRuntime
+from elastic.state.handled_state import EARLY_LIMIT
 from elastic.torch_backend.group_names import names
 from harness.fakes import collectives as fake
 from harness.golden import raises
@@ -507,9 +508,11 @@ def test_survivor_takes_the_values_of_rank_0_without_a_message_if_it_knows_the_f
     assert all(map(torch.equal, kept, bits_of([*behind.diloco.inner, *behind.diloco.outer])))
 
 
-def test_state_without_diloco_or_with_values_that_cannot_be_sent_has_no_first_broadcast():
+def test_state_without_diloco_or_with_large_or_unsendable_values_has_no_first_broadcast():
     assert elastic.TorchState(model=network(), step=0).first_broadcast() is None
     state = elastic.TorchState(diloco=trained_state(1, 1).diloco, value=Unsent())
+    assert state.first_broadcast() is None
+    state = elastic.TorchState(diloco=trained_state(1, 1).diloco, value=bytes(2 * EARLY_LIMIT))
     assert state.first_broadcast() is None
 
 
