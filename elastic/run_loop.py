@@ -345,6 +345,8 @@ def _enter_world(rt: WorkerRuntime, state: State, others: str, *, first: bool) -
         join_preparation.prepare(state, native=rt.env.native, step_input=step_input)
     joined = rt.provisional
     state.report_step()
+    # before the world begins, because the driver may request a planned change of it at once
+    rt.commits.stop_with(state.stop_group())
     # If the script's own code runs while this worker enters the world, the state is not known in advance.
     early = runs_script_in_reset(state)
     metadata, source = following_group.metadata(rt), dict[str, str]()

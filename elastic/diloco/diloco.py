@@ -857,10 +857,10 @@ class DiLoCo:
     # ---- interface for the state handler ---------------------------------------------------------
 
     def stop_group(self) -> str:
-        """Return the name of the workers of the current world with which this worker takes its inner steps."""
+        """Return the name of the workers with which this worker takes its inner steps, which does not change."""
         if self._group is not None:
             return self._group.islands.name
-        return f"rank {context.current().place.rank}"
+        return f"worker {lifecycle.current().env.worker}"
 
     def metadata(self) -> dict[str, str]:
         """Return the metadata with which `reconcile` compares this rank with the other ranks of the next world.

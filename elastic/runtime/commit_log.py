@@ -117,7 +117,7 @@ class CommitLog:
         reach safepoints of the same number at other times than these.
 
         Args:
-            group: name of the group, equal on its workers.
+            group: name of the group, equal on its workers, or "" for all members.
         """
         with self._session.lock:
             self._session.recovery.stop_group = group

@@ -502,6 +502,12 @@ class HandledState(_OfThisProcess, ObjectState):
             if rt is None or not rt.provisional:
                 self.save()
 
+    def stop_group(self) -> str:
+        for handler in self._of_kind(DiLoCoStateHandler):
+            if handler.value.rounds.quorum:
+                return handler.value.stop_group()
+        return ""
+
     def world_metadata(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for handler in self._of_kind(DiLoCoStateHandler):
@@ -524,13 +530,11 @@ class HandledState(_OfThisProcess, ObjectState):
 
     def reconcile(self) -> None:
         found = self._of_kind(DiLoCoStateHandler)
-        if any(handler.value.rounds.quorum for handler in found):
-            if len(found) > 1:
-                raise Invalid(
-                    f"{' and '.join(f'state.{handler.name}' for handler in found)} can't be merged with grace_s=, which"
-                    " is limited to one DiLoCo per state: train both models in one DiLoCo, or omit grace_s"
-                )
-            lifecycle.current().commits.stop_with(found[0].value.stop_group())
+        if any(handler.value.rounds.quorum for handler in found) and len(found) > 1:
+            raise Invalid(
+                f"{' and '.join(f'state.{handler.name}' for handler in found)} can't be merged with grace_s=, which"
+                " is limited to one DiLoCo per state: train both models in one DiLoCo, or omit grace_s"
+            )
         lacking = any(handler.value.lacks_merges for handler in found)
         for island in self._island_shards():
             island.recover()

@@ -246,6 +246,13 @@ class State:
             PeerLost: a rank was lost.
         """
 
+    def stop_group(self) -> str:
+        """Return the name of the workers with which this worker stops for planned changes, or "" for all members.
+
+        The name is the same in all worlds. See `CommitLog.stop_with`.
+        """
+        return ""
+
     def world_metadata(self) -> dict[str, str]:
         """Return metadata with which `reconcile` compares the ranks. See `WorkerRuntime.start_exchange`."""
         return {}

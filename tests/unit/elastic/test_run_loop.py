@@ -153,6 +153,18 @@ def test_state_after_reset_callbacks_is_committed_when_sent_to_a_joining_worker(
     assert said == ["on_reset", "transfer", *(["save"] if calls_back else []), "adopted"]
 
 
+def test_group_that_stops_together_is_known_before_the_world_in_which_a_change_may_be_planned():
+    place = Place(0, 2, 0, 2, 0, 1)
+    world = World(4, place, Address("h", 1), holders=2, commit=Commit(3, 5), reason="h:1#2 joined")
+    rt, state = entering(world)
+    state.stop_group.return_value = "eu"
+    rt.worlds.next.side_effect = lambda *_: (rt.commits.stop_with.assert_called_with("eu"), world)[
+        1
+    ]
+    enter(rt, state)
+    rt.worlds.next.assert_called_once()
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 def test_step_of_a_received_state_is_known_before_its_commit_is_reported(sharded):
     place = Place(1, 2, 1, 2, 0, 1)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import threading
+import types
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -15,7 +16,7 @@ from elastic.collectives.store_group import Broadcast, DistantGroup
 from elastic.diloco import diloco as diloco_module
 from elastic.errors import Invalid
 from elastic.negotiation import submission
-from elastic.protocol.messages import Address, Commit, Place, World
+from elastic.protocol.messages import Address, Commit, Place, Worker, World
 from elastic.rendezvous.store import Store, listen
 from elastic.runtime import lifecycle
 from elastic.runtime.guarded_groups import StoreExchange
@@ -460,6 +461,15 @@ def test_second_diloco_is_refused_beside_one_with_a_quorum(grace_s):
     first, second = (elastic.DiLoCo(network(), None, every=2, grace_s=each) for each in grace_s)
     with pytest.raises(Invalid):
         elastic.TorchState(first=first, second=second).reconcile()
+
+
+@pytest.mark.parametrize("grace_s", [1.0, None])
+def test_workers_stop_at_one_safepoint_unless_their_merges_wait_for_late_ones(grace_s, monkeypatch):
+    rt = create_autospec(WorkerRuntime, instance=True)
+    rt.env = types.SimpleNamespace(worker=Worker("h", 0, 2))
+    state = elastic.TorchState(diloco=elastic.DiLoCo(network(), None, every=2, grace_s=grace_s))
+    monkeypatch.setattr(lifecycle, "current", lambda: rt)
+    assert state.stop_group() == ("worker h:0#2" if grace_s else "")
 
 
 def sent_bytes(states, keeps):
