@@ -538,8 +538,12 @@ class HandledState(_OfThisProcess, ObjectState):
         lacking = any(handler.value.lacks_merges for handler in found)
         for island in self._island_shards():
             island.recover()
-        for handler in found:
-            handler.value.reconcile()
+        try:
+            for handler in found:
+                handler.value.reconcile()
+        finally:
+            for island in self._island_shards():
+                island.reconciled()
         if lacking:
             self.save()  # The commit was saved with the merges of this worker.
 

@@ -193,7 +193,8 @@ class IslandShards:
         # newest commit that belongs to the values of this rank's state
         self._completed: CommitId | None = None
         self._begun: CommitId | None = None
-        self._position = 0  # position of the DiLoCo in the commit `_completed`
+        # position of the DiLoCo that belongs to the other values of the state
+        self._position = 0
 
     def _runtime(self) -> WorkerRuntime | None:
         rt = lifecycle.active()
@@ -225,6 +226,10 @@ class IslandShards:
     def completed(self) -> None:
         """Record that the other values of the state were saved after `commit`."""
         self._completed = self._begun
+        self._position = self._diloco.position
+
+    def reconciled(self) -> None:
+        """Record the position that the islands have agreed on. The other values of the state already belong to it."""
         self._position = self._diloco.position
 
     def finish(self) -> None:

@@ -14,13 +14,14 @@ import elastic
 from elastic import context
 from elastic.collectives.store_group import Broadcast, DistantGroup
 from elastic.diloco import diloco as diloco_module
-from elastic.errors import Invalid
+from elastic.errors import Invalid, PeerLost
 from elastic.negotiation import submission
 from elastic.protocol.messages import Address, Commit, Place, Worker, World
 from elastic.rendezvous.store import Store, listen
 from elastic.runtime import lifecycle
 from elastic.runtime.guarded_groups import StoreExchange
 from elastic.runtime.worker_runtime import WorkerRuntime
+from elastic.state.fully_sharded.island_shards import IslandShards
 from elastic.state.handled_state import EARLY_LIMIT
 from elastic.torch_backend.group_names import names
 from harness.fakes import collectives as fake
@@ -470,6 +471,25 @@ def test_workers_stop_at_one_safepoint_unless_their_merges_wait_for_late_ones(gr
     state = elastic.TorchState(diloco=elastic.DiLoCo(network(), None, every=2, grace_s=grace_s))
     monkeypatch.setattr(lifecycle, "current", lambda: rt)
     assert state.stop_group() == ("worker h:0#2" if grace_s else "")
+
+
+@pytest.mark.parametrize("error", [PeerLost("lost h:0#1"), None])
+def test_sharded_island_keeps_the_position_that_the_islands_have_agreed_on(error, monkeypatch):
+    state = trained_state(5, 1)
+    shards = IslandShards.__new__(IslandShards)  # without a sharded model
+    shards._diloco, shards._position = state.diloco, 5
+    monkeypatch.setattr(state, "_island_shards", lambda: [shards])
+    monkeypatch.setattr(shards, "recover", lambda: None)
+
+    def meet():
+        state.diloco.rounds.position = 9  # that of another island
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(state.diloco, "reconcile", meet)
+    with contextlib.suppress(PeerLost):
+        state.reconcile()
+    assert shards._position == 9
 
 
 def sent_bytes(states, keeps):
