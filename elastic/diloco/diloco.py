@@ -579,7 +579,7 @@ class DiLoCo:
             moved_tensors.took([buffer])
             return
         self.bytes_sent += buffer.nbytes
-        name, rt = f"diloco.{fragment}", _context()
+        name, rt = f"{self._collectives_name()}.{fragment}", _context()
         members = None if rt is None or len(leaders) == rt.place.size else leaders
         total = torch.tensor([0.0 if weight is None else weight], dtype=torch.float64, device="cpu")
         if rt is None:
@@ -597,6 +597,11 @@ class DiLoCo:
                 (_reduce(buffer, name, Op.SUM, members), buffer),
                 (_reduce(total, f"{name}.tokens", Op.SUM, members), total),
             ]
+
+    def _collectives_name(self) -> str:
+        """Return the first part of the names of collectives, which differs for each object of a state."""
+        name = self.name_in_state
+        return NAME if name in (None, NAME) else f"{NAME}.{name}"
 
     def _collectives(
         self, merge: int, members: Members, buffer: torch.Tensor, weight: float

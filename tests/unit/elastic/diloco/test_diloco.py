@@ -546,6 +546,26 @@ def test_state_without_diloco_or_with_large_or_unsendable_values_has_no_first_br
     assert state.first_broadcast() is None
 
 
+def test_means_of_two_objects_of_a_state_that_are_in_flight_together_have_different_names(
+    monkeypatch,
+):
+    started = []
+
+    def start(tensors, name, op, **options):
+        started.append(name)
+        return -1
+
+    monkeypatch.setattr(submission, "start_allreduce", start)
+    monkeypatch.setattr(
+        diloco_module, "_context", lambda: create_autospec(WorkerRuntime, instance=True)
+    )
+    objects = [elastic.DiLoCo(network(), None, every=4, delay=2) for _ in range(3)]
+    elastic.TorchState(diloco=objects[0], other=objects[1])
+    for each in objects:
+        each._send(0, (0, 1), None)
+    assert started == ["diloco.0", "diloco.other.0", "diloco.0"]  # the last one is in no state
+
+
 class Unsent:
     """Value that can be copied, but not pickled."""
 
