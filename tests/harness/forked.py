@@ -51,12 +51,12 @@ class Forked:
         source = _Source.of(tuple(beginning.items()), tuple(modules))
         read, write = os.pipe()
         self.stdout: TextIO = os.fdopen(read, encoding="utf-8", errors="replace")
-        self._guardian, theirs = socket.socketpair()
+        self._answers, theirs = socket.socketpair()
         told = ForkRequest(self.args, {**env, name: value}, str(folder))
         tell(source.channel, told, [write, theirs.fileno(), *passed])
         os.close(write)
         theirs.close()
-        self._said = self._guardian.makefile("r")
+        self._said = self._answers.makefile("r")
         number = self._said.readline()
         assert number, "the process that jobs are forked from has ended"
         self.pid = int(number)
@@ -86,10 +86,10 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def _look(self, timeout: float | None) -> int | None:
-        if self.returncode is None and select.select([self._guardian], [], [], timeout)[0]:
+        if self.returncode is None and select.select([self._answers], [], [], timeout)[0]:
             self.returncode = int(self._said.readline())
             self._said.close()
-            self._guardian.close()  # the process is reaped now
+            self._answers.close()  # the process is reaped now
         return self.returncode
 
 

@@ -28,6 +28,7 @@ import json
 import os
 import re
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -120,39 +121,57 @@ class Becomes(BaseException):
 
 
 def serve(channel: socket.socket) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guardians are not waited for
-    while (heard := hear(channel, MOST_DESCRIPTORS)) is not None:
-        told, (output, told_to, *passed) = heard
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            channel.close()
-            starter = socket.socket(fileno=told_to)
-            raise Becomes(functools.partial(guard, told, [output, output, *passed], starter))
-        for descriptor in (output, told_to, *passed):
-            os.close(descriptor)
-
-
-def guard(told: ForkRequest, descriptors: list[int], starter: socket.socket) -> None:
-    """Forks the driver, says its number and how it has ended. Only once that was read is the number free again, as
-    with a child.
+    """Fork drivers until the channel ends. Each starter is told the number of its driver, and how it has ended. Only
+    once that was read is the number free again, as with a child.
     """
-    driver = os.fork()
-    if driver == 0:
-        starter.close()
-        os.setsid()
-        become(told, [os.open(os.devnull, os.O_RDONLY), *descriptors])
-        raise Becomes(functools.partial(begin, told.words))
-    for descriptor in {*descriptors}:
-        os.close(descriptor)
-    starter.sendall(f"{driver}\n".encode())
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    running: dict[
+        int, tuple[int, int]
+    ] = {}  # process's descriptor: its number, and its starter's descriptor
+    ended: dict[int, int] = {}  # starter's descriptor: its driver's number
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor in running:
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                driver, starter = running.pop(descriptor)
+                answer(starter, how_it_ended(driver))
+                ended[starter] = driver
+                poll.register(starter, select.POLLIN)
+            elif descriptor in ended:
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                os.waitpid(ended.pop(descriptor), 0)
+            elif (heard := hear(channel, MOST_DESCRIPTORS)) is None:
+                return
+            else:
+                told, (output, starter, *passed) = heard
+                driver = os.fork()
+                if driver == 0:
+                    channel.close()
+                    os.setsid()
+                    null = os.open(os.devnull, os.O_RDONLY)
+                    become(told, [null, output, output, *passed])
+                    raise Becomes(functools.partial(begin, told.words))
+                for each in (output, *passed):
+                    os.close(each)
+                answer(starter, driver)
+                process = os.pidfd_open(driver)
+                running[process] = driver, starter
+                poll.register(process, select.POLLIN)
+
+
+def how_it_ended(driver: int) -> int:
+    """Return the exit status, or the negative signal, of a process that has ended, which stays a zombie."""
     ended = os.waitid(os.P_PID, driver, os.WEXITED | os.WNOWAIT)
     assert ended is not None
-    code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def answer(starter: int, number: int) -> None:
     with contextlib.suppress(OSError):  # the starter may have ended
-        starter.sendall(f"{code}\n".encode())
-        starter.recv(1)
-    os.waitpid(driver, 0)
-    os._exit(0)
+        os.write(starter, f"{number}\n".encode())
 
 
 # ---- starting forks ------------------------------------------------------------------------------------------------
