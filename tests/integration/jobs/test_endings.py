@@ -65,12 +65,13 @@ def test_ctrl_c_while_workers_start_ends_the_job_with_130(job):
 
 
 @pytest.mark.forked
-def test_ctrl_c_outside_elastic_run_prints_no_traceback(job):
+def test_ctrl_c_outside_elastic_run_prints_no_traceback(job, tmp_path):
     """The driver has logged the reason once for all."""
     loop = (
         "import elastic, torch\nelastic.init()\nwhile True: print(elastic.allreduce(torch.ones(1)))"
     )
-    plain = job("-np 1", ["python", "-u", "-c", loop])
+    (tmp_path / "loop.py").write_text(loop)
+    plain = job("-np 1", ["python", tmp_path / "loop.py"])
     plain.wait_for("tensor")
     interrupt(plain)
     assert plain.wait(30) == 130
@@ -146,7 +147,9 @@ def test_kill_9_of_the_driver_leaves_no_process_and_no_port(job):
 
 
 @pytest.mark.forked
-@pytest.mark.parametrize("flags", ["--fresh", "--resume --fresh"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param("--fresh", marks=pytest.mark.nightly), "--resume --fresh"]
+)
 def test_fresh_job_ends_workers_orphaned_by_a_killed_driver(job, flags):
     first = started(job, 2, "--resume", HOLD="3:file=never")
     first.until(lambda: bool(History(first).all("step")), "training")
@@ -285,7 +288,9 @@ def test_an_agent_under_nohup_outlives_the_terminal(tmp_path):
     assert agent.returncode == 143
 
 
-@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed", ["2>&-", pytest.param(">&-", marks=pytest.mark.nightly), "<&- >&- 2>&-"]
+)
 def test_closed_standard_streams_do_not_fail_a_job(closed, tmp_path):
     script = (
         "import sys, pathlib; print('x'); print('y', file=sys.stderr); pathlib.Path('done').touch()"
