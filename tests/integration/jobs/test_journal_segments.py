@@ -44,7 +44,7 @@ KILLED_AT = [
     "keep_segment",
     pytest.param("after keep_segment", marks=pytest.mark.nightly),
     pytest.param("prune", marks=pytest.mark.nightly),
-    "",
+    pytest.param("", marks=pytest.mark.nightly),
 ]
 
 

@@ -91,7 +91,7 @@ def lasting(training: Any) -> dict[int, dict[str, int]]:
     return {step: tensors for step, (_, tensors) in sorted(found.items())}
 
 
-@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("durable", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_steps_between_a_wrong_gradient_and_its_check_are_repeated_without_the_worker(
     job, reference, durable
 ):
