@@ -7,7 +7,7 @@ this is ever imported by the product.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ from elastic.driver.reasons import Reason
 from elastic.exact import verification_rules
 from elastic.exact.kept_commits import KeptCommits
 from elastic.protocol import messages
-from elastic.protocol.messages import Commit
+from elastic.protocol.messages import Commit, Worker
 from elastic.runtime.recovery import Recovery
 from elastic.state.handlers.optimizer_state import OptimizerStateHandler
 from elastic.state.sampler import ElasticSampler
@@ -166,10 +166,12 @@ def nobody(original: Any) -> Any:
 
 
 def earliest_answer(original: Any) -> Any:
-    def stop(self: PlannedChange, now: float) -> int:
-        self.check = min(self._answers.values()) + 1
+    def stop(self: PlannedChange, now: float, members: Iterable[Worker]) -> dict[int, list[Worker]]:
+        check = min(passed for passed, _ in self._answers.values()) + 1
+        found = {check: [*members]}
+        self.checks = dict.fromkeys(found[check], check)
         self.by = now + self.settings.elastic_timeout_s
-        return self.check
+        return found
 
     return stop
 

@@ -158,7 +158,8 @@ class Training:
 @functools.cache
 def alone(steps: int, feature: str) -> list[float]:
     """Return the losses of one undisturbed process."""
-    return sharded_run.losses(Training(feature, sharded=False), steps)
+    found: list[float] = sharded_run.losses(Training(feature, sharded=False), steps)
+    return found
 
 
 def of_rank(numbers: str) -> int:

@@ -144,7 +144,8 @@ class Training:
 @functools.cache
 def alone(steps: int, feature: str) -> list[float]:
     """Return the losses of one undisturbed process."""
-    return sharded_run.losses(Training(feature), steps)
+    found: list[float] = sharded_run.losses(Training(feature), steps)
+    return found
 
 
 def main() -> None:

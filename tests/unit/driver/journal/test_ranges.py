@@ -123,6 +123,7 @@ def test_digest_of_an_action_does_not_depend_on_how_its_members_are_encoded(work
     ]:
         fields = to_builtins(action)
         if "reason" in fields:
+            assert isinstance(action, events.PublishWorld)
             fields["reason"] = _kinds(action.reason)
         assert digest_of([action]) == crc32(json_encode([fields]))
 

@@ -529,7 +529,9 @@ def test_survivor_takes_the_values_of_rank_0_without_a_message_if_it_knows_the_f
 
     def receive(state, group):
         known = Broadcast(content, [reply])
-        return state.transfer(DistantGroup(group.rank, 2, never, never, known), 0, keeps=True)
+        return state.transfer(
+            DistantGroup(group.rank, 2, lambda blob: never(), never, known), 0, keeps=True
+        )
 
     at_once(receive, [ahead, behind], fake.world(2, timeout_s=5.0))
     behind.reset()

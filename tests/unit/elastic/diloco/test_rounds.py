@@ -122,7 +122,8 @@ def test_fragment_due_during_a_merge_that_completes_as_a_world_begins_is_sent_in
         if rounds.pending is not None:  # Losses postpone this merge to the end of the round.
             rounds.interrupted()
         performed(rounds.enter(WorldId(world + 1), alone))
-    assert rounds.pending == Sent(0, 3, 8)
+    pending: Sent | None = rounds.pending
+    assert pending == Sent(0, 3, 8)
     assert awaits_mean(rounds.step(WorldId(7), alone))
     rounds.interrupted()
     performed(rounds.enter(WorldId(8), alone))

@@ -20,6 +20,7 @@ from elastic.monitoring import moved_tensors
 from elastic.optimizer.distributed_optimizer import DistributedOptimizer
 from elastic.protocol.messages import MistakeFound, Place
 from elastic.rendezvous import distributed_samplers
+from elastic.rendezvous.script_files import script_files
 from elastic.runtime import lifecycle
 from elastic.script_checks import source_analysis
 from elastic.script_checks.mistakes import STEPS, Kind
@@ -71,7 +72,7 @@ def objects_of_their_own():
 @pytest.fixture(autouse=True)
 def script_of_one_file(monkeypatch):
     """All other test files of this process would be parsed as parts of the script."""
-    files = source_analysis.script_files
+    files = script_files
 
     def own(modules: Mapping[str, object]) -> list[str]:
         return [file for file in files(modules) if file == __file__]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elastic.driver.events import Action, PublishWorld, TellWorld, WorkerReconnected
+from elastic.driver.events import Event, PublishWorld, TellWorld, WorkerReconnected
 from elastic.driver.membership.snapshot import restore_snapshot, take_snapshot
 from elastic.protocol.messages import MEMBERS_WITH_METADATA
 from harness.conversation import (
@@ -24,7 +24,7 @@ from unit.driver.membership.worlds.test_spoilt_commits import outvoted
 LEFT = ("h:0", "h:1", "h:2")
 
 
-def ready_with(name: str, generation: int, commit: tuple[int, int] | None, text: str) -> Action:
+def ready_with(name: str, generation: int, commit: tuple[int, int] | None, text: str) -> Event:
     event = ready(name, generation, commit)
     metadata = {"islands": text} if text else {}
     return msgspec.structs.replace(event, metadata=metadata, source={"state": f"of {name}"})
