@@ -155,9 +155,8 @@ def imported(began_at: float) -> dict[str, str] | None:
         if isinstance(file, str):
             path = os.path.abspath(file)
             try:
-                status = os.lstat(
-                    path
-                )  # the only system call for most modules: there are thousands
+                # the only system call for most modules, of which there are thousands
+                status = os.lstat(path)
                 is_link = stat.S_ISLNK(status.st_mode)
                 status = os.stat(path) if is_link else status
             except OSError:

@@ -870,7 +870,8 @@ class DiLoCo:
     def metadata(self) -> dict[str, str]:
         """Return the metadata with which `reconcile` compares this rank with the other ranks of the next world.
 
-        Called before this rank becomes ready for the next world, and without effect if it changes until `reconcile`.
+        Called before this rank becomes ready for the next world. The counters must not change until `reconcile`, which
+        otherwise raises StateMismatch.
         """
         report = self._report_blob(self.rounds.report(), _BEFORE)
         known = self.name_in_state is not None and self.sharded is None and report

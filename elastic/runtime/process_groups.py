@@ -48,9 +48,8 @@ _FORM_S = 0.5  # timeout in seconds at exit for groups that are being created; t
 NAMED = "named"
 # purposes of groups that all ranks need in their first step if an earlier world has used them
 _AHEAD = frozenset({NAMED, GRADIENTS})
-STORE = (
-    "store"  # name of the metadata that contains the address at which a member can serve a store
-)
+# name of the metadata that contains the address at which a member can serve a store
+STORE = "store"
 NEXT = "next store"  # key under which rank 0 provides the address at which it will serve the next world's store
 
 GroupKey = tuple[str, str, tuple[int, ...]]  # purpose, device type, ranks

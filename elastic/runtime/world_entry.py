@@ -98,7 +98,7 @@ class DriverWorlds:
         session.groups.make_room()
         store = session.groups.listen()
         session.groups.connect_ahead()
-        sent = _sendable(metadata or {}, store)
+        sent = _sendable(metadata or {}, store, session.recovery.place.size)
         first = _sendable_source(source or {}) if sent else {}
 
         def ready(recovery: Recovery) -> list[Action]:
@@ -180,11 +180,19 @@ class FixedWorlds:
             ) from error
 
 
-def _sendable(metadata: Mapping[str, str], store: Address) -> dict[str, str]:
+def _sendable(metadata: Mapping[str, str], store: Address, size: int) -> dict[str, str]:
     """Return the metadata that the driver accepts, with the address of this worker's store if there is any.
 
-    The members of a world exchange a value themselves if one of them does not send it.
+    The members of a world exchange a value themselves if one of them does not send it. In a large world, none is sent:
+    the driver would discard it, and the agents could not merge the workers' reports.
+
+    Args:
+        metadata: the values, by name.
+        store: address of this worker's store.
+        size: size of the last world.
     """
+    if size > messages.MEMBERS_WITH_METADATA:
+        return {}
     sent = {name: text for name, text in metadata.items() if len(text) <= messages.METADATA_LIMIT}
     if sent:
         sent[STORE] = msgspec.json.encode(store).decode()

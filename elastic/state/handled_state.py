@@ -53,9 +53,8 @@ from elastic.state.state import (
 )
 
 Handler = TypeVar("Handler", bound=StateHandler)
-EARLY_LIMIT = (
-    1024 * 1024
-)  # maximum size of `HandledState.first_broadcast` in bytes, before it is compressed
+# maximum size of `HandledState.first_broadcast` in bytes, before it is compressed
+EARLY_LIMIT = 1024 * 1024
 _SHARDED = (
     FullyShardedHandler | ShardedOptimizerHandler | ZeroOptimizerHandler | ShardedDiLoCoHandler
 )

@@ -62,63 +62,59 @@ def test_requests_to_the_next_world_connect_only_when_rank_0_has_changed(stays, 
     assert connects == [not stays]
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_group_without_rank_0_meets_at_its_first_rank_if_its_address_is_known(known, monkeypatch):
+@pytest.fixture
+def workers(monkeypatch):
+    """Three workers that have entered no world yet."""
     monkeypatch.setattr(process_groups, "CLOSE_S", 0.0)
     monkeypatch.setattr(process_groups, "_FORM_S", 0.0)
     env = worker_settings.read({})
-    groups = [Groups(env, lambda: False) for _ in range(3)]
-    addresses = [each.listen() for each in groups]
+    found = [Groups(env, lambda: False) for _ in range(3)]
+    yield found
+    for each in found:
+        each.retire()
+        each.close()
+
+
+def first_worlds(addresses: list[Address], *, known: bool = True) -> list[World]:
+    """Return the message about world 1 to each member. With ``known``, each member's address is known."""
     metadata = [{STORE: msgspec.json.encode(each).decode()} for each in addresses]
     if not known:
         metadata[0] = {}
+    places = [Place(rank, 3, 0, 1, rank, 3) for rank in range(3)]
+    return [World(1, each, addresses[0], 3, None, "a test", metadata=metadata) for each in places]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_group_without_rank_0_meets_at_its_first_rank_if_its_address_is_known(known, workers):
+    addresses = [each.listen() for each in workers]
+    worlds = first_worlds(addresses, known=known)
     formed: set[int] = set()
 
-    def enter(rank: int) -> Place:
-        place = Place(rank, 3, 0, 1, rank, 3)
-        world = World(1, place, addresses[0], 3, None, "a test", metadata=metadata)
-        groups[rank].open(world, lambda reason: None)
-        return place
-
     def form(rank: int) -> None:
-        groups[rank].form(("island", "cpu", (1, 2)), 1, enter(rank))
+        workers[rank].open(worlds[rank], lambda reason: None)
+        workers[rank].form(("island", "cpu", (1, 2)), 1, worlds[rank].place)
         formed.add(rank)
 
     threads = [threading.Thread(target=form, args=(rank,)) for rank in (1, 2)]
-    try:
-        if not known:  # Otherwise, the other ranks do not need the store of rank 0.
-            enter(0)
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT_S)
-        following = [each.listen() for each in groups]
-    finally:
-        for each in groups:
-            each.retire()
-            each.close()
+    if not known:  # Otherwise, the other ranks do not need the store of rank 0.
+        workers[0].open(worlds[0], lambda reason: None)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    following = [each.listen() for each in workers]
     assert formed == {1, 2}
     # A socket that serves a store of this world is not used for the next world.
     assert [a == b for a, b in zip(addresses, following, strict=True)] == [known, not known, True]
 
 
 @pytest.fixture
-def entered(monkeypatch):
+def entered(workers):
     """Three workers in a world of which each member's address is known."""
-    monkeypatch.setattr(process_groups, "CLOSE_S", 0.0)
-    monkeypatch.setattr(process_groups, "_FORM_S", 0.0)
-    env = worker_settings.read({})
-    groups = [Groups(env, lambda: False) for _ in range(3)]
-    addresses = [each.listen() for each in groups]
-    metadata = [{STORE: msgspec.json.encode(each).decode()} for each in addresses]
-    for rank, each in enumerate(groups):
-        place = Place(rank, 3, 0, 1, rank, 3)
-        world = World(1, place, addresses[0], 3, None, "a test", metadata=metadata)
+    worlds = first_worlds([each.listen() for each in workers])
+    for each, world in zip(workers, worlds, strict=True):
         each.open(world, lambda reason: None)
-    yield groups
-    for each in groups:
-        each.retire()
-        each.close()
+    return workers
 
 
 def test_group_of_an_ended_world_does_not_take_the_socket_promised_for_the_next_world(entered):

@@ -5,7 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elastic.protocol.messages import METADATA_LIMIT, METADATA_VALUES, Address
+from elastic.protocol.messages import (
+    MEMBERS_WITH_METADATA,
+    METADATA_LIMIT,
+    METADATA_VALUES,
+    Address,
+)
 from elastic.runtime.process_groups import STORE
 from elastic.runtime.world_entry import _sendable
 
@@ -13,7 +18,7 @@ ADDRESS = Address("10.0.0.1", 7000)
 
 
 def test_metadata_is_sent_with_the_address_of_the_store():
-    sent = _sendable({"islands": "eu"}, ADDRESS)
+    sent = _sendable({"islands": "eu"}, ADDRESS, MEMBERS_WITH_METADATA)
     assert sent["islands"] == "eu"
     assert msgspec.json.decode(sent[STORE], type=Address) == ADDRESS
 
@@ -28,4 +33,8 @@ def test_metadata_is_sent_with_the_address_of_the_store():
     ],
 )
 def test_metadata_beyond_the_limits_of_the_driver_is_not_sent(given, sent):
-    assert _sendable(given, ADDRESS).keys() == sent
+    assert _sendable(given, ADDRESS, 2).keys() == sent
+
+
+def test_worker_of_a_world_whose_members_receive_no_metadata_sends_none():
+    assert _sendable({"islands": "eu"}, ADDRESS, MEMBERS_WITH_METADATA + 1) == {}
